@@ -24,7 +24,7 @@ from shardpass.core.following.refusals import Mixture, counts_for_each_rank, sta
 from shardpass.core.following.row_count import OwnCount, OwnShape, leaves_of, own_of, plain_sizes
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import is_asked_by, is_called_by, user_line
-from shardpass.core.ranks import has_raw_parameter, is_made_of_parameters, torch_private
+from shardpass.core.ranks import is_made_of_parameters, torch_private
 from shardpass.errors import RefusedError
 
 _LEAVES_TORCH = frozenset(
@@ -148,12 +148,12 @@ class FollowFunctions(TorchFunctionMode):
         """
         marks, tensors = self.follower.marks, [leaf for leaf in leaves_of(given) if isinstance(leaf, Tensor)]
         wholes = [one for one in tensors if one in marks.whole and one.requires_grad]
-        is_raw = marks.is_around and any(map(has_raw_parameter, tensors))
+        is_raw = marks.is_around and marks.has_raw_parameter
         is_alike = marks.is_around and any(map(self.is_alike, tensors))
         if not wholes and not is_raw and not is_alike:
             return False
         mixed = any(marks.mixtures.get(one) is not None for one in tensors)
-        rows = any(marks.rows_of(one) is not None and one.requires_grad for one in tensors)
+        rows = any(marks.rows_of(one) is not None and (one.requires_grad or is_raw) for one in tensors)
         if (wholes or is_raw) and (rows or (mixed and (is_raw or name not in ADDS))):
             raise (whole_beside_rows if wholes else state_beside_rows)(user_line(), name)
         if is_alike and (wholes or (mixed and name in ADDS)):

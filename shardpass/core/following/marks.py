@@ -70,6 +70,7 @@ class Marks:
         is_around: what runs is no code of the model's, but made of what it returned.
         refused: why what a script has made of results may not be differentiated.
         own_counts: how many of the rows of this rank the masks of its graphs pick.
+        has_raw_parameter: a script gives a parameter to the function that runs, or what is made of one.
         whole: values of all rows, whose gradient is that of this rank's share.
         is_in_loss: a loss function of torch's is running.
         made_of_counts: numbers that are made of how many rows this rank has, which ``len`` and ``max`` gave away.
@@ -88,6 +89,7 @@ class Marks:
     own_counts: set[int] = field(default_factory=set)
     is_in_loss: bool = False
     is_around: bool = False
+    has_raw_parameter: bool = False
     whole: MutableMapping[Tensor, bool] = field(default_factory=torch_private.WeakTensorKeyDictionary)
     _selections: list[tuple[Tensor, int, RowSet]] = field(default_factory=list)
 

@@ -30,7 +30,16 @@ from shardpass.core.following.refusals import (
 from shardpass.core.following.row_count import OwnCount, leaves_of
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import is_called_by, user_line
-from shardpass.core.ranks import FollowedTensor, Gives, Ranks, RowSet, is_made_of_parameters, plain_of, torch_private
+from shardpass.core.ranks import (
+    FollowedTensor,
+    Gives,
+    Ranks,
+    RowSet,
+    has_raw_parameter,
+    is_made_of_parameters,
+    plain_of,
+    torch_private,
+)
 from shardpass.errors import RefusedError
 
 _DIVIDES = frozenset("__truediv__ __itruediv__ div div_ divide true_divide".split())
@@ -101,6 +110,8 @@ class Around:
         for leaf, known in zip(leaves_of(value), leaves_of(like)) if like is not None else ():
             if isinstance(leaf, Tensor) and isinstance(known, Tensor):
                 self.follower.mark_alike(leaf, known)
+                if known in self.marks.whole:
+                    self.marks.whole[leaf] = True
         return torch_private.tree_map(self._named, value)
 
     def returned(self, value: Any, gives: Gives) -> Any:
@@ -172,9 +183,15 @@ class Around:
         if name == "__get__" and getattr(func.__self__, "__name__", "") == "grad_fn":
             with torch_private.DisableTorchFunctionSubclass():
                 return func(*args)  # what a Function has returned has another one than the tensor that it stands for
-        for leaf in leaves_of((args, [*kwargs.values()])):
+        leaves = leaves_of((args, [*kwargs.values()]))
+        for leaf in leaves:
             if isinstance(leaf, FollowedOutput) and leaf.around.marks is not self.marks:
                 self.marks.adopt_from(leaf.around.marks, leaf.plain)  # of another model
+        self.marks.has_raw_parameter = any(
+            has_raw_parameter(leaf)
+            for leaf in leaves
+            if isinstance(leaf, Tensor) and not isinstance(leaf, FollowedOutput)
+        )
         is_own = bool(args) and type(args[0]) is Tensor
         args, kwargs = torch_private.tree_map(plain_of, (args, kwargs))
         if name == "backward" or func is torch.autograd.grad:

@@ -257,10 +257,12 @@ class Ranks(DelegatingCommunicator):
 
     def note_result(self, out: Any, is_whole: bool = False) -> None:
         """Let what the engine returns to code that is followed be recognised, where it has not said what it is."""
-        if self.runs_user_code and self.forward is not None and self.forward.rows is not None:
+        if self.forward is None or self.forward.rows is None:
+            return
+        if self.runs_user_code:
             self.forward.rows.recognise(out)
-            if is_whole:
-                self.forward.rows.mark_whole(out)
+        if is_whole:
+            self.forward.rows.mark_whole(out)
 
     def mark_plain(self, tensor: Tensor) -> None:
         """Say that a tensor that the engine gives to a model holds no rows, whatever its size."""
