@@ -183,7 +183,7 @@ class Around:
         if name == "__get__" and getattr(func.__self__, "__name__", "") == "grad_fn":
             with torch_private.DisableTorchFunctionSubclass():
                 return func(*args)  # what a Function has returned has another one than the tensor that it stands for
-        leaves = leaves_of((args, [*kwargs.values()]))
+        leaves = [*leaves_of((args, [*kwargs.values()]))]
         for leaf in leaves:
             if isinstance(leaf, FollowedOutput) and leaf.around.marks is not self.marks:
                 self.marks.adopt_from(leaf.around.marks, leaf.plain)  # of another model

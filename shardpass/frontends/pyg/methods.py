@@ -113,7 +113,8 @@ def adapt_methods(module: nn.Module, comm: Ranks) -> None:
     for name, reason in _own(module, REFUSED_METHODS):
         setattr(module, name, partial(_refuse, f"{type(module).__name__}.{name}()", reason))
     for name, replacement in _own(module, REPLACED_METHODS):
-        setattr(module, name, partial(unfollowed(1)(replacement), module, comm))
+        of_all_rows = unfollowed(1, gives="whole" if name.endswith("loss") else "rows")(replacement)
+        setattr(module, name, partial(of_all_rows, module, comm))
     for name, arguments in _own(module, GUARDED):
         run = vars(module).get(name) or MethodType(getattr(type(module), name), module)
         setattr(module, name, partial(_guarded, module, name, arguments, run))

@@ -18,7 +18,7 @@ from torch_geometric.utils import get_laplacian, one_hot, softmax
 
 from shardpass.core.following import unfollowed_anywhere
 from shardpass.core.graphs import BatchIndex, GraphArgument, ShardedEdgeIndex, node_ids
-from shardpass.core.ranks import Ranks, all_reduce_sum, unfollowed
+from shardpass.core.ranks import Ranks, all_reduce_sum
 from shardpass.core.sampling import negative_sampling
 from shardpass.core.training import average_precision, objective, roc_auc
 from shardpass.errors import RefusedError
@@ -90,7 +90,6 @@ def correct(
     return y_soft + scale * smoothed
 
 
-@unfollowed(1, gives="whole")
 def kl_loss(module: Any, comm: Ranks, mu: Tensor | None = None, logstd: Tensor | None = None) -> Tensor:
     """`VGAE.kl_loss`: the mean over the nodes of all ranks."""
     mu = module.__mu__ if mu is None else mu
@@ -98,7 +97,6 @@ def kl_loss(module: Any, comm: Ranks, mu: Tensor | None = None, logstd: Tensor |
     return objective.mean(-0.5 * (1 + 2 * logstd - mu**2 - logstd.exp() ** 2).sum(1), None, comm)
 
 
-@unfollowed(1, gives="whole")
 def recon_loss(module: Any, comm: Ranks, z: Tensor, pos_edge_index: Any, neg_edge_index: Any = None) -> Tensor:
     """`GAE.recon_loss`: the means over the pairs of all ranks. Negatives of a graph are none of its edges."""
     negatives = _negatives_of(pos_edge_index) if neg_edge_index is None else neg_edge_index
@@ -125,7 +123,6 @@ def link_metrics(module: Any, comm: Ranks, z: Tensor, pos_edge_index: Any, neg_e
     return roc_auc(found, labels, None, comm), average_precision(found, labels, None, comm)
 
 
-@unfollowed(1, gives="whole")
 def infomax_loss(module: Any, comm: Ranks, pos_z: Tensor, neg_z: Tensor, summary: Tensor) -> Tensor:
     """`DeepGraphInfomax.loss`: the means over the nodes of all ranks."""
     real, fake = (module.discriminate(z, summary, sigmoid=True).view(-1) for z in (pos_z, neg_z))
@@ -133,13 +130,11 @@ def infomax_loss(module: Any, comm: Ranks, pos_z: Tensor, neg_z: Tensor, summary
     return losses[0] + losses[1]
 
 
-@unfollowed(1, gives="whole")
 def reg_loss(module: Any, comm: Ranks, z: Tensor) -> Tensor:
     """`ARGA.reg_loss`: the mean over the nodes of all ranks."""
     return objective.mean(-torch.log(module.discriminator(z).sigmoid() + EPS), None, comm)
 
 
-@unfollowed(1, gives="whole")
 def discriminator_loss(module: Any, comm: Ranks, z: Tensor) -> Tensor:
     """`ARGA.discriminator_loss`: the means over the nodes of all ranks; each rank draws its own noise."""
     real = module.discriminator(torch.randn_like(z)).sigmoid()
