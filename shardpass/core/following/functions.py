@@ -149,7 +149,7 @@ class FollowFunctions(TorchFunctionMode):
         marks, tensors = self.follower.marks, [leaf for leaf in leaves_of(given) if isinstance(leaf, Tensor)]
         wholes = [one for one in tensors if one in marks.whole and one.requires_grad]
         is_raw = marks.is_around and marks.has_raw_parameter
-        is_alike = marks.is_around and any(map(self.is_alike, tensors))
+        is_alike = marks.is_around and marks.has_alike
         if not wholes and not is_raw and not is_alike:
             return False
         mixed = any(marks.mixtures.get(one) is not None for one in tensors)

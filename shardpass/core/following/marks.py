@@ -70,6 +70,7 @@ class Marks:
         is_around: what runs is no code of the model's, but made of what it returned.
         refused: why what a script has made of results may not be differentiated.
         own_counts: how many of the rows of this rank the masks of its graphs pick.
+        has_alike: a script gives what all ranks compute alike to the function that runs.
         has_raw_parameter: a script gives a parameter to the function that runs, or what is made of one.
         whole: values of all rows, whose gradient is that of this rank's share.
         is_in_loss: a loss function of torch's is running.
@@ -89,6 +90,7 @@ class Marks:
     own_counts: set[int] = field(default_factory=set)
     is_in_loss: bool = False
     is_around: bool = False
+    has_alike: bool = False
     has_raw_parameter: bool = False
     whole: MutableMapping[Tensor, bool] = field(default_factory=torch_private.WeakTensorKeyDictionary)
     _selections: list[tuple[Tensor, int, RowSet]] = field(default_factory=list)
@@ -354,8 +356,11 @@ def _called(kwargs: Any, name: str) -> list[Any]:
 
 def _told(leaf: Tensor) -> Rows | None:
     """The rows that the engine has told `leaf` to hold, or the tensor of which it is a view, when no model ran."""
-    base = torch_private.base_of(leaf)
-    told: tuple[RowSet, int, RowSet | None] | None = getattr(leaf, "shardpass_rows", None)
-    if told is None and base is not leaf and leaf.dim() and leaf.size(0) == base.size(0):
-        told = getattr(base, "shardpass_rows", None)
-    return None if told is None else Rows(told[1], told[0], points_to=told[2])
+    told = getattr(torch_private.base_of(leaf), "shardpass_rows", {}).get(leaf.storage_offset())
+    if told is None:
+        return None
+    shape, of, dim, points_to = told
+    if leaf.shape == shape:
+        return Rows(dim, of, points_to=points_to)
+    is_alike = dim == 0 and leaf.dim() > 0 and leaf.size(0) == shape[0]
+    return Rows(0, of, points_to=points_to) if is_alike else None

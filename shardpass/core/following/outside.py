@@ -141,7 +141,8 @@ class Around:
             self.marks.check_result(given)
             if gives == "replicated" and any(one in self.marks.whole for one in tensors):
                 raise counts_once(user_line())
-            if gives == "total" and any(map(self.functions.is_alike, tensors)):
+            of_models = [leaf for leaf in _tensors_in(value) if isinstance(leaf, FollowedOutput)]
+            if gives == "total" and any(self.functions.is_alike(leaf.plain) for leaf in of_models):
                 raise counts_for_each_rank(user_line())
         else:
             for one in tensors:
@@ -183,14 +184,14 @@ class Around:
         if name == "__get__" and getattr(func.__self__, "__name__", "") == "grad_fn":
             with torch_private.DisableTorchFunctionSubclass():
                 return func(*args)  # what a Function has returned has another one than the tensor that it stands for
-        leaves = [*leaves_of((args, [*kwargs.values()]))]
-        for leaf in leaves:
-            if isinstance(leaf, FollowedOutput) and leaf.around.marks is not self.marks:
-                self.marks.adopt_from(leaf.around.marks, leaf.plain)  # of another model
+        tensors = [leaf for leaf in leaves_of((args, [*kwargs.values()])) if isinstance(leaf, Tensor)]
+        followed = [one for one in tensors if isinstance(one, FollowedOutput)]
+        for one in followed:
+            if one.around.marks is not self.marks:
+                self.marks.adopt_from(one.around.marks, one.plain)  # of another model
+        self.marks.has_alike = any(self.functions.is_alike(one.plain) for one in followed)
         self.marks.has_raw_parameter = any(
-            has_raw_parameter(leaf)
-            for leaf in leaves
-            if isinstance(leaf, Tensor) and not isinstance(leaf, FollowedOutput)
+            has_raw_parameter(one) for one in tensors if not isinstance(one, FollowedOutput)
         )
         is_own = bool(args) and type(args[0]) is Tensor
         args, kwargs = torch_private.tree_map(plain_of, (args, kwargs))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shardpass.backends.communicator import Communicator, ReduceOp
 from shardpass.backends.delegating import DelegatingCommunicator
+from shardpass.core.ranks import torch_private
 from shardpass.core.ranks.caches import Caches
 from shardpass.core.ranks.ordinary import ordinary_tensors
 from shardpass.core.ranks.rows import FollowedTensor, Gives, ResultWatch, RowSet, RowWatch, plain_of
@@ -251,7 +252,9 @@ class Ranks(DelegatingCommunicator):
     def mark_rows(self, tensor: Tensor, of: RowSet, dim: int = 0, points_to: RowSet | None = None) -> None:
         """Say what the rows of a tensor are that the engine gives to a model."""
         if self.forward is None:
-            tensor.shardpass_rows = of, dim, points_to  # type: ignore[attr-defined] # for what follows it around a model
+            base: Any = torch_private.base_of(tensor)  # which its views have in common
+            told = base.shardpass_rows = getattr(base, "shardpass_rows", {})
+            told[tensor.storage_offset()] = tensor.shape, of, dim, points_to
         elif self.forward.rows is not None:
             self.forward.rows.mark(tensor, of, dim, points_to)
 
