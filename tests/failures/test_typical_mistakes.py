@@ -123,6 +123,7 @@ def test_no_features_at_all(tmp_path: Path) -> None:
 def test_a_model_that_is_not_wrapped(store: Path, is_wrapped: bool) -> None:
     def run(comm: sp.Communicator) -> None:
         own = sp.load(store, comm)
+        torch.manual_seed(comm.rank)
         model = GCN(4, 8, 2, 3)
         if is_wrapped:
             sp.pyg.wrap(model, comm)
