@@ -173,6 +173,11 @@ def test_a_gpu_that_is_not_there() -> None:
 
 
 HOSTILE: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
+    "a flag of parts": (
+        lambda at: sp.partition(data(), at / "o", parts=True),
+        TypeError,
+        "the number of parts must be an integer, found bool",
+    ),
     "a billion parts": (
         lambda at: sp.partition(data(), at / "o", parts=10**9),
         ValueError,

@@ -60,6 +60,8 @@ def require_count(value: Any, name: str, call: str, least: int, most: int) -> in
         ValueError: it is not in `[least, most]`.
     """
     try:
+        if isinstance(value, bool):
+            raise TypeError
         count = operator.index(value)
     except (TypeError, RuntimeError):
         raise TypeError(f"{call}: the number of {name} must be an integer, found {type(value).__name__}") from None

@@ -76,18 +76,17 @@ def refuse_unlike(model: nn.Module, comm: Ranks, buffers: Collection[str] = ()) 
     named = [*alike(model), *((name, buffer) for name, buffer in shared if not name.endswith(_COUNTS_BATCHES))]
     words = digest("\n".join(_lines(model, named))) >> 10  # so many bits are exact in float64
     numbers = [_numbers(tensor).to(comm.device) for _, tensor in named]
-    own = torch.stack([torch.tensor([words, 0], dtype=torch.float64, device=comm.device), *numbers])
-    every = [rows.cpu() for rows in comm.all_gather(own, label)]
-    if any(rows[0, 0] != every[0][0, 0] for rows in every):
+    own = torch.stack([torch.tensor([words, 0, 0], dtype=torch.float64, device=comm.device), *numbers])
+    every = torch.stack(comm.all_gather(own, label))
+    found, room = every[:, 1:, :2], every[:, 1:, 2:].amin(0)
+    is_same = (found == found[0]) | (found.isnan() & found[0].isnan()) | ((found - found[0]).abs() <= room)
+    alike_in_words, alike_in_numbers = torch.stack([(every[:, 0] == every[0, 0]).all(), is_same.all()]).tolist()
+    if not alike_in_words:
         raise DivergenceError(
             f"{first_difference(model, named, comm, label)}, and change it on every rank alike, its training mode too. "
             f"What is a rank's own belongs outside of the model, or into an attribute whose name begins with _"
         )
-    found = torch.stack(every)[:, 1:]
-    rounded = torch.tensor([tensor.is_floating_point() or tensor.is_complex() for _, tensor in named]).view(-1, 1)
-    room = _UNLIKE * rounded * found[..., 1:].amin(0)
-    is_same = (found == found[0]) | (found.isnan() & found[0].isnan()) | ((found - found[0]).abs() <= room)
-    for rank, number in (~is_same.all(2)).nonzero().tolist():
+    for rank, number in () if alike_in_numbers else (~is_same.all(2)).nonzero().tolist():
         name, tensor = named[number]
         raise DivergenceError(
             f"{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {name!r} is not the same on rank 0 and "
@@ -128,8 +127,9 @@ def _is_option(value: Any, is_library: bool) -> bool:
 
 
 def _numbers(tensor: Tensor) -> Tensor:
-    """The sum and the norm of all values, in float64."""
+    """The sum and the norm of all values, and by how much these may differ, in float64."""
     values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     is_exact = not values.is_floating_point()
     values = values.to(torch.float64 if is_exact else torch.promote_types(values.dtype, torch.float32))
-    return torch.stack([values.sum(), torch.linalg.vector_norm(values)]).double()
+    norm = torch.linalg.vector_norm(values)
+    return torch.stack([values.sum(), norm, norm * (0 if is_exact else _UNLIKE)]).double()
