@@ -113,7 +113,7 @@ def test_the_outputs_are_those_of_one_process(name, ranks, mode, tmp_path):
         assert torch.equal(x, graph.x)
         with torch.no_grad():
             again = model(graph.x, graph)  # which meets what layers have cached
-        assert type(again) is Tensor
+        assert isinstance(again, Tensor)
 
     sp.spawn(work, ranks)
     with torch.no_grad():

@@ -112,7 +112,7 @@ class Around:
                 self.follower.mark_alike(leaf, known)
                 if known in self.marks.whole:
                     self.marks.whole[leaf] = True
-        return torch_private.tree_map(self._named, value)
+        return torch_private.tree_map(self._named, value, is_leaf=lambda one: isinstance(one, torch.Size))
 
     def returned(self, value: Any, gives: Gives) -> Any:
         """See `ResultWatch.returned`."""
