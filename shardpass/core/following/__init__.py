@@ -9,7 +9,7 @@ from shardpass.core.following.functions import FollowFunctions
 from shardpass.core.following.gradients import followed_hooks, function_of_user
 from shardpass.core.following.judge import verdict_of
 from shardpass.core.following.known import known_modules
-from shardpass.core.following.outside import Around
+from shardpass.core.following.outside import Around, around_of_fields
 from shardpass.core.following.refusals import first_refusal, state_beside_rows, whole_graph
 from shardpass.core.following.row_count import OwnCount, OwnShape, RowCount, own_of
 from shardpass.core.following.rows import Rows
@@ -24,6 +24,7 @@ __all__ = [
     "OwnShape",
     "RowCount",
     "Rows",
+    "around_of_fields",
     "draws",
     "first_refusal",
     "followed_hooks",

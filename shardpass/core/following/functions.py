@@ -24,7 +24,7 @@ from shardpass.core.following.refusals import Mixture, counts_for_each_rank, sta
 from shardpass.core.following.row_count import OwnCount, OwnShape, leaves_of, own_of, plain_sizes
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import is_asked_by, is_called_by, user_line
-from shardpass.core.ranks import is_made_of_parameters, torch_private
+from shardpass.core.ranks import FollowedTensor, is_made_of_parameters, plain_of, torch_private
 from shardpass.errors import RefusedError
 
 _LEAVES_TORCH = frozenset(
@@ -75,7 +75,11 @@ class FollowFunctions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        for leaf in leaves_of((args, [*kwargs.values()])):
+        leaves = leaves_of((args, [*kwargs.values()]))
+        if any(isinstance(leaf, FollowedTensor) for leaf in leaves):  # which the model holds
+            args, kwargs = torch_private.tree_map(plain_of, (args, kwargs))
+            return self.__torch_function__(func, (), args, kwargs)
+        for leaf in leaves:
             self.note_function(leaf)
         if self.follower.is_paused:
             return func(*plain_sizes(args), **{key: plain_sizes(value) for key, value in kwargs.items()})

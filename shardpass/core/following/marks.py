@@ -69,7 +69,6 @@ class Marks:
         refusals: what the model was refused in this forward. It may have caught the error and gone on.
         is_around: what runs is no code of the model's, but made of what it returned.
         refused: why what a script has made of results may not be differentiated.
-        own_counts: how many of the rows of this rank the masks of its graphs pick.
         has_alike: a script gives what all ranks compute alike to the function that runs.
         has_raw_parameter: a script gives a parameter to the function that runs, or what is made of one.
         whole: values of all rows, whose gradient is that of this rank's share.
@@ -87,7 +86,6 @@ class Marks:
     made_of_counts: set[float] = field(default_factory=set)
     refusals: list[RefusedError] = field(default_factory=list)
     refused: MutableMapping[Tensor, RefusedError] = field(default_factory=torch_private.WeakTensorKeyDictionary)
-    own_counts: set[int] = field(default_factory=set)
     is_in_loss: bool = False
     is_around: bool = False
     has_alike: bool = False

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.core.following.functions import ADDS, READS, FollowFunctions
+from shardpass.core.following.follow import FollowRows
 from shardpass.core.following.gradients import follow_function
+from shardpass.core.following.marks import Marks
 from shardpass.core.following.refusals import (
     AROUND,
     NUMBERS,
@@ -101,6 +103,11 @@ class Around:
         self.follower.all_agree = bool  # a script may let one rank alone do something
         self._has_warned = False
 
+    def tell(self, marks: Marks, tensor: Tensor) -> None:
+        """Tell the `marks` of another model what is known of `tensor`."""
+        if marks is not self.marks:
+            marks.adopt_from(self.marks, tensor)
+
     def followed(self, value: Any, like: Any = None) -> Any:
         """`value` with tensors that are followed in the place of its tensors.
 
@@ -135,6 +142,7 @@ class Around:
         if (refused := self._refused_in(tensors)) is not None:
             raise refused
         if gives is None:
+            self.marks.check_result(given)
             if any(one.requires_grad and one in self.marks.whole for one in tensors):
                 raise weighed_in_model(user_line())
         elif gives != "sum":
@@ -151,9 +159,10 @@ class Around:
 
     def met(self, value: Tensor) -> Tensor:
         """See `ResultWatch.met`."""
-        if self.comm.met is None:
+        if self.comm.met is not None:
+            self.comm.met.append(self)
+        elif self.comm.forward is None:
             return value
-        self.comm.met.append(self)
         self.check_given(value, "rows")
         return plain_of(value)  # type: ignore[no-any-return]
 
@@ -180,6 +189,8 @@ class Around:
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What a torch function returns for arguments of which some are followed."""
+        if self.comm.forward is not None:  # a model holds it, and its operations are followed as all of its own
+            return func(*torch_private.tree_map(plain_of, args), **torch_private.tree_map(plain_of, kwargs))
         name = getattr(func, "__name__", "")
         if name == "__get__" and getattr(func.__self__, "__name__", "") == "grad_fn":
             with torch_private.DisableTorchFunctionSubclass():
@@ -187,8 +198,7 @@ class Around:
         tensors = [leaf for leaf in leaves_of((args, [*kwargs.values()])) if isinstance(leaf, Tensor)]
         followed = [one for one in tensors if isinstance(one, FollowedOutput)]
         for one in followed:
-            if one.around.marks is not self.marks:
-                self.marks.adopt_from(one.around.marks, one.plain)  # of another model
+            one.around.tell(self.marks, one.plain)
         self.marks.has_alike = any(self.functions.is_alike(one.plain) for one in followed)
         self.marks.has_raw_parameter = any(
             has_raw_parameter(one) for one in tensors if not isinstance(one, FollowedOutput)
@@ -221,6 +231,8 @@ class Around:
             self.marks.refused[one] = refused
             _raise_in_backward(one, refused)
         if not found and (name in READS or not self._refused_in(given)):
+            if isinstance(out, int):
+                self.comm.caches.of(_Fields).counts.add(out)
             self._warn(refused)
         return self.followed(out)
 
@@ -295,7 +307,7 @@ class Around:
         is_number = not isinstance(divisor, Tensor) or (divisor.dim() == 0 and not divisor.requires_grad)
         if mixture is None or not mixture.is_sum or not is_number or self.comm.size == 1:
             return
-        counts = {mixture.of.count, *self.marks.own_counts, *(of.count for of in self.marks.known)}
+        counts = {mixture.of.count, *self.comm.caches.of(_Fields).counts, *(of.count for of in self.marks.known)}
         if float(divisor) > 1 and float(divisor) in counts:
             raise refusal(f"a sum over own {mixture.of.name} is divided by their number, {float(divisor):g}", AROUND)
 
@@ -313,8 +325,7 @@ class Around:
 
     def _without_counts(self, out: Any) -> Any:
         if isinstance(out, OwnCount):
-            if self.comm.size > 1:
-                self.marks.note_count(out.own)
+            self.comm.caches.of(_Fields).counts.add(out.own)
             return out.own
         if isinstance(out, tuple) and any(isinstance(one, OwnCount) for one in out):
             return torch.Size([self._without_counts(one) for one in out])
@@ -325,6 +336,27 @@ class Around:
             self._has_warned = True
             if self.comm.rank == 0 and self.comm.size > 1:
                 warnings.warn(f"{refused}. What is computed of it from here on is not followed", stacklevel=5)
+
+
+class _Fields:
+    """What follows the fields of the graphs of a run.
+
+    Attributes:
+        around: follows them, once one is asked for.
+        counts: whole numbers made of the rows of this rank that a script has been told.
+    """
+
+    def __init__(self) -> None:
+        self.around: Around | None = None
+        self.counts: set[int] = set()
+
+
+def around_of_fields(comm: Ranks) -> Around:
+    """What follows the fields of graphs outside of models."""
+    kept = comm.caches.of(_Fields)
+    if kept.around is None:
+        kept.around = Around(FollowFunctions(FollowRows(nn.Module())), comm)
+    return kept.around
 
 
 def _tensors_in(*values: Any) -> list[Tensor]:

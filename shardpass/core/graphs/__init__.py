@@ -11,7 +11,8 @@ from shardpass.core.graphs.directory import NodeDirectory, directory_of
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
 from shardpass.core.graphs.embedding import NodeEmbedding, OwnRows, node_embeddings
 from shardpass.core.graphs.gather import gather
-from shardpass.core.graphs.graph import LoadedGraphs, ShardedGraph
+from shardpass.core.graphs.given import LoadedGraphs, as_given, mark_fields
+from shardpass.core.graphs.graph import ShardedGraph
 from shardpass.core.graphs.hetero_graph import ShardedHeteroGraph
 from shardpass.core.graphs.last_node import row_of_last
 from shardpass.core.graphs.node_ids import NodeIds, node_ids
@@ -25,6 +26,8 @@ __all__ = [
     "BatchIndex",
     "GraphArgument",
     "LoadedGraphs",
+    "as_given",
+    "mark_fields",
     "NodeDirectory",
     "NodeEmbedding",
     "NodeIds",

@@ -36,7 +36,7 @@ class GraphArgument(ShardedEdgeIndex):
         """What stands for `graph` among the arguments of a model, as `data` or as `edge_index`."""
         out = graph.edge_index.as_subclass(GraphArgument)
         vars(out).update(vars(graph.edge_index), graph=graph, is_data=is_data)
-        for fields in (graph.edge, graph.node) if is_data else ():
+        for fields in (graph.relation.fields, graph.fields_of(NODE)) if is_data else ():
             vars(out).update({name: fields[name] for name in fields if hasattr(Tensor, name)})
         return out
 
@@ -56,7 +56,7 @@ class GraphArgument(ShardedEdgeIndex):
 
     def _copied(self, copied: Callable[[Tensor], Tensor]) -> GraphArgument:
         """Another one of the graph. As `data` it has fields of its own, into which the model may write."""
-        fields = {**self.graph.edge, **self.graph.node} if self.is_data else {}
+        fields = {**self.graph.relation.fields, **self.graph.fields_of(NODE)} if self.is_data else {}
         fields.pop("batch", None)  # which the graph makes a stand-in of
         own = {name: copied(value) if type(value) is Tensor else value for name, value in (fields | vars(self)).items()}
         return self._with(own)

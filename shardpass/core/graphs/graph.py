@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -15,19 +14,13 @@ from shardpass.core.graphs.batch_index import BatchIndex
 from shardpass.core.graphs.device import require_device
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
 from shardpass.core.graphs.flow import message_flow
+from shardpass.core.graphs.given import GivenFields, LoadedGraphs
 from shardpass.core.graphs.misread import NOT_WRAPPED, refuse_ambiguous, refuse_of_dgl
 from shardpass.core.graphs.relation import OwnFields, Relation
 from shardpass.core.graphs.tables import TableWriter
 from shardpass.core.ranks import Options, Ranks, RowSet
 from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType, Ownership
 from shardpass.errors import RefusedError
-
-
-class LoadedGraphs:
-    """The graphs of a run that are in use."""
-
-    def __init__(self) -> None:
-        self.graphs: WeakSet[ShardedGraph] = WeakSet()
 
 
 class ShardedGraph:
@@ -106,15 +99,15 @@ class ShardedGraph:
         return self.relations[EDGE]
 
     @property
-    def node(self) -> OwnFields:
+    def node(self) -> GivenFields:
         """Every stored node field by name, own rows."""
         self._single("node")
-        return self._node_fields[NODE]
+        return GivenFields(self._node_fields[NODE], self.comm)
 
     @property
-    def edge(self) -> OwnFields:
+    def edge(self) -> GivenFields:
         """Every stored edge field by name, own edges."""
-        return self.relation.fields
+        return GivenFields(self.relation.fields, self.comm)
 
     @property
     def other_fields(self) -> dict[str, Any]:
@@ -209,7 +202,7 @@ class ShardedGraph:
     def _batch_index(self) -> BatchIndex:
         if not self.is_homogeneous or "batch" not in self.node:
             return BatchIndex.of(self.num_own_nodes, self.comm)  # type: ignore[no-any-return]
-        ids = self.node["batch"].to(torch.int64)
+        ids = self._node_fields[NODE]["batch"].to(torch.int64)
         last = ids.max().view(1) if ids.numel() else ids.new_full((1,), -1)
         num_graphs = int(self.comm.all_reduce(last, "max", "number of graphs")) + 1
         return BatchIndex.wrap(ids, self.num_own_nodes, self.comm, num_graphs)  # type: ignore[no-any-return]

@@ -24,10 +24,10 @@ class _OfOneType:
         refuse_ambiguous(name)
         if name.startswith("_") or name not in self._fields:
             raise AttributeError(f"{self._what} have no field {name!r}; there are: {self._fields.listed()}")
-        return self._fields[name]
+        return self._fields.given(name)
 
     def __getitem__(self, name: str) -> Any:
-        return vars(self)[name] if name in vars(self) else self._fields[name]  # a model may have assigned it
+        return vars(self)[name] if name in vars(self) else self._fields.given(name)  # a model may have assigned it
 
     def __contains__(self, name: str) -> bool:
         return name in vars(self) or name in self._fields

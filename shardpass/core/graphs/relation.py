@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardpass.core.exchange import HaloPlan, halo_plan_of
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
+from shardpass.core.graphs.given import as_given
 from shardpass.core.ranks import Options, Ranks, RowSet
 from shardpass.core.sharding import (
     HOST,
@@ -57,6 +58,14 @@ class OwnFields(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._stored)
+
+    def given(self, name: str) -> Tensor:
+        """A field as code outside of models gets it; see `as_given`."""
+        return as_given(self[name], self._comm)
+
+    def followed(self, field: Tensor) -> Tensor:
+        """A field as a script gets it that keeps it for its models too."""
+        return as_given(field, self._comm, is_kept=True)
 
     def read(self) -> Iterator[Tensor]:
         """The fields that were read."""

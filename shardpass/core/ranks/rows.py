@@ -45,6 +45,10 @@ class ResultWatch(Protocol):
         """
         ...
 
+    def tell(self, marks: Any, tensor: Tensor) -> None:
+        """Tell the marks of another model what is known of `tensor`."""
+        ...
+
     def met(self, value: Tensor) -> Tensor:
         """What a function of ours takes that finds the followed `value` in a container."""
         ...

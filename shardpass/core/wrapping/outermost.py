@@ -25,7 +25,14 @@ from shardpass.core.following import (
     state_beside_rows,
     user_line,
 )
-from shardpass.core.graphs import LoadedGraphs, NodeIds, node_embeddings, refuse_original_order, refuse_two_numberings
+from shardpass.core.graphs import (
+    LoadedGraphs,
+    NodeIds,
+    mark_fields,
+    node_embeddings,
+    refuse_original_order,
+    refuse_two_numberings,
+)
 from shardpass.core.memory import Checkpoint, recomputed_activations
 from shardpass.core.ranks import (
     FollowedTensor,
@@ -78,17 +85,7 @@ class FollowedCalls:
         follower.is_paused = follower.sees_functions = False  # which a backward that failed has left
         follower.draws = ForwardDraws(comm)
         follower.all_agree = lambda mine: all(comm.all_gather_object(mine, "a check of arguments"))
-        graphs = list(comm.caches.of(LoadedGraphs).graphs)
-        follower.marks.known = [rows for graph in graphs for rows in graph.row_sets()]
-        follower.marks.by_name = {
-            name: rows for graph in graphs for name, rows in zip((*graph.ownership, *graph.relations), graph.row_sets())
-        }
-        for graph in graphs:
-            for rows, fields in graph.row_sets().items():
-                for field in fields.read():
-                    follower.mark(field, rows)
-                    if field.dtype == torch.bool and field.dim() == 1:
-                        follower.marks.own_counts.add(int(field.sum()))
+        mark_fields(follower, comm)
         for table in node_embeddings(model).values():
             follower.mark(table.weight, node_set(table.node_type, table.weight.size(0)))
         return follower
@@ -116,6 +113,7 @@ class OutermostCall:
         self.model, self.comm, self.followed, self.checkpoint = model, comm, followed, checkpoint
         self.sums, self.method = sums, method
         self._around: tuple[ResultWatch, Any] | None = None
+        self._taken: list[FollowedTensor] = []
         self.buffers = frozenset(name for name, _ in model.named_buffers())  # and not those that forward makes, of rows
 
     before: Callable[[], None] | None = None
@@ -140,7 +138,7 @@ class OutermostCall:
                 for buffers in map(torch_private.buffers_of, self.model.modules()):
                     buffers.update(ordinary_views(buffers))  # of a model that was made in inference mode
                 return self.run(function, *ordinary_views((args, kwargs)))
-        _check_followed(args, kwargs)
+        self._check_followed(args, kwargs)
         args, kwargs = torch_private.tree_map(plain_of, (args, kwargs))
         if self.comm.forward is None:
             if torch.is_grad_enabled():
@@ -184,8 +182,13 @@ class OutermostCall:
         is_given_rows = any(isinstance(leaf, Tensor) for leaf in torch_private.tree_leaves((args, kwargs)))
         if self.comm.forward is not None or not (is_given_rows or self.method == "forward") or runs_as_it_is():
             return function(*args, **kwargs)
-        _check_followed(args, kwargs)
+        self._check_followed(args, kwargs)
         return self._as_followed(chained(self.comm, self._within, function, args, kwargs))
+
+    def _check_followed(self, args: Any, kwargs: Any) -> None:
+        self._taken = [one for one in torch_private.tree_leaves((args, kwargs)) if isinstance(one, FollowedTensor)]
+        for one in self._taken:
+            one.around.check_given(one)
 
     def _as_followed(self, out: Any) -> Any:
         """What a chain returns, in a form that is followed if the function in it has left that to this one."""
@@ -224,6 +227,8 @@ class OutermostCall:
                 followed_hooks(self.model, follower, functions.block),
             ):
                 with follower.paused():
+                    for one in self._taken:
+                        one.around.tell(follower.marks, one.plain)
                     if any(isinstance(leaf, Tensor) and has_raw_parameter(leaf) for leaf in leaves):
                         raise state_beside_rows(user_line(), self.method)
                     follower.marks.recognise((args, kwargs), is_given=True)
@@ -302,7 +307,3 @@ def replaced_forward(module: nn.Module) -> Any:
     return getattr(own, "adapted", own)
 
 
-def _check_followed(args: Any, kwargs: Any) -> None:
-    for one in torch_private.tree_leaves((args, kwargs)):
-        if isinstance(one, FollowedTensor):
-            one.around.check_given(one)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.exchange import HaloPlan, scatter_to_owners
-from shardpass.core.graphs import Relation
+from shardpass.core.graphs import OwnFields, Relation
 from shardpass.core.ranks import Ranks
 from shardpass.core.sharding import EdgeShards, LazyTensor, build_shards
 from shardpass.frontends.dgl.frames import Frame, LazyFields
@@ -147,7 +147,8 @@ class Edges:
 def frame_of(part: Nodes | Edges, id_field: str, hidden: frozenset[str]) -> Frame:
     """The data of some nodes or edges, with their original ids as the field `id_field`."""
     ids = LazyFields({id_field: torch.empty(0)}, lambda _: part.ids)  # of edges, they are made when they are read
-    stored = ChainMap(ids, LazyFields(part.fields, lambda rows: rows))
+    given = part.fields.followed if isinstance(part.fields, OwnFields) else lambda rows: rows
+    stored = ChainMap(ids, LazyFields(part.fields, given))
     if isinstance(part, Nodes):
         return Frame(part.num, part.total, "nodes", stored, hidden)
     return Frame(part.num, part.total, "edges", stored, hidden, part.check)
