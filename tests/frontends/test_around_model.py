@@ -268,7 +268,15 @@ def test_what_takes_in_all_rows_is_exact_without_a_warning(name, ranks):
             torch.testing.assert_close(mine, want, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("ranks", OWNERS)
+@pytest.mark.parametrize("name", REFUSED)
+def test_one_rank_has_all_rows(name):
+    expected = gradients(Task(), REFUSED[name])
+    (found,) = run(lambda comm: gradients(Task(comm), REFUSED[name]), 1)
+    for mine, want in zip(found, expected):
+        torch.testing.assert_close(mine, want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("ranks", [ranks for ranks in OWNERS if ranks > 1])
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_takes_in_own_rows_alone_is_refused_at_its_line(name, ranks):
     def work(comm):

@@ -75,7 +75,7 @@ class FollowFunctions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        leaves = leaves_of((args, [*kwargs.values()]))
+        leaves = [*leaves_of((args, [*kwargs.values()]))]
         if any(isinstance(leaf, FollowedTensor) for leaf in leaves):  # which the model holds
             args, kwargs = torch_private.tree_map(plain_of, (args, kwargs))
             return self.__torch_function__(func, (), args, kwargs)

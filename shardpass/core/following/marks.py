@@ -68,6 +68,7 @@ class Marks:
         verdicts: what was found out of operations, by operation and shapes.
         refusals: what the model was refused in this forward. It may have caught the error and gone on.
         is_around: what runs is no code of the model's, but made of what it returned.
+        near: the only sets that plain tensors are recognised by, which may be of any size; `None` if it is all of `known`.
         refused: why what a script has made of results may not be differentiated.
         has_alike: a script gives what all ranks compute alike to the function that runs.
         has_raw_parameter: a script gives a parameter to the function that runs, or what is made of one.
@@ -86,6 +87,7 @@ class Marks:
     made_of_counts: set[float] = field(default_factory=set)
     refusals: list[RefusedError] = field(default_factory=list)
     refused: MutableMapping[Tensor, RefusedError] = field(default_factory=torch_private.WeakTensorKeyDictionary)
+    near: list[RowSet] | None = None
     is_in_loss: bool = False
     is_around: bool = False
     has_alike: bool = False
@@ -130,9 +132,9 @@ class Marks:
 
     def forget(self, tensor: Tensor) -> None:
         """Know nothing of a tensor any more."""
+        self.mixtures.pop(tensor)  # first, since it asks torch for memory, which is followed where code of a model runs
         for kept in (self.rows, self.origins, self.drawn):
             kept.pop(tensor, None)
-        self.mixtures.pop(tensor)
 
     def copy(self, tensor: Tensor, like: Tensor) -> None:
         """Know of `tensor`, which shares the memory of `like`, what is known of that."""
@@ -222,9 +224,10 @@ class Marks:
         if self.is_around and (told := _told(leaf)) is not None:
             self.rows[leaf] = told
             return
+        among_these = self.known if self.near is None else self.near
         few = (0, 1) if self.is_around and leaf.dim() == 2 else (0,)  # in a script, which may have transposed them
         for dim in few if leaf.dim() < 3 else (0, -2, 1):  # [N, F], [B, N, F] and [B, N, T, F]
-            fits = [known for known in self.known if leaf.dim() and known.count == leaf.size(dim)]
+            fits = [known for known in among_these if leaf.dim() and known.count == leaf.size(dim)]
             likely = next((one for one in among if leaf.dim() and one.count == leaf.size(dim) > 0), None)
             if fits or likely is not None:
                 of = likely or (fits[0] if len(fits) == 1 else RowSet.one_of(fits))

@@ -47,6 +47,7 @@ from shardpass.errors import RefusedError
 _DIVIDES = frozenset("__truediv__ __itruediv__ div div_ divide true_divide".split())
 _NOTE = "shardpass"
 _IN_PLACE = "__iadd__ __isub__ __imul__ __itruediv__ __ipow__ __iand__ __ior__ __ixor__".split()
+_TAKES_DTYPE = frozenset(["to", "type_as"])
 _RUNS_AS_IT_IS = frozenset("__deepcopy__ __repr__ __format__ __reduce_ex__".split())
 
 
@@ -137,6 +138,9 @@ class Around:
 
     def check_given(self, value: Any, gives: Gives | None = None) -> None:
         """See `ResultWatch.check_given`."""
+        for leaf in _tensors_in(value):
+            if isinstance(leaf, FollowedOutput):
+                leaf.around.tell(self.marks, leaf.plain)
         given = torch_private.tree_map(plain_of, value)
         tensors = _tensors_in(given)
         if (refused := self._refused_in(tensors)) is not None:
@@ -167,7 +171,7 @@ class Around:
         return plain_of(value)  # type: ignore[no-any-return]
 
     def _named(self, leaf: Any) -> Any:
-        if type(leaf) is not Tensor:
+        if type(leaf) is not Tensor or leaf.layout is not torch.strided:
             return leaf
         with torch_private.DisableTorchFunctionSubclass():
             named: FollowedOutput = leaf.as_subclass(FollowedOutput)
@@ -203,8 +207,13 @@ class Around:
         self.marks.has_raw_parameter = any(
             has_raw_parameter(one) for one in tensors if not isinstance(one, FollowedOutput)
         )
+        with self._around():
+            self.marks.recognise(known := [one.plain for one in followed], is_given=True)
+        near = self.marks.sets_in(known)
         is_own = bool(args) and type(args[0]) is Tensor
         args, kwargs = torch_private.tree_map(plain_of, (args, kwargs))
+        if is_own and name in _TAKES_DTYPE:
+            return func(*args, **kwargs)
         if name == "backward" or func is torch.autograd.grad:
             return self._differentiated(func, args, kwargs)
         if name in _RUNS_AS_IT_IS:
@@ -219,7 +228,7 @@ class Around:
             raise RefusedError(f"{user_line()}: {what}. {NUMBERS}")
         if (refused := self._refused_in(given)) is None:
             try:
-                return self._judged(func, name, args, kwargs, given)
+                return self._judged(func, name, args, kwargs, given, near)
             except RefusedError as error:
                 refused = error.with_traceback(None)
                 if writes:  # it may have been carried out
@@ -262,7 +271,9 @@ class Around:
         is_of_rows = isinstance(found, tuple) and any(one in self.marks.rows for one in _tensors_in(found))
         return self.followed(found) if is_of_rows else found
 
-    def _judged(self, func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
+    def _judged(
+        self, func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], near: list[RowSet]
+    ) -> Any:  # fmt: skip
         sums = self._sums_in(given) if name in ADDS else None
         if name in _DIVIDES:
             self._check_divisor(*args)
@@ -271,7 +282,7 @@ class Around:
             out = func(*args, **kwargs)
             self._mark_fetched(out)
         else:
-            with self._block():
+            with self._block(near):
                 out = func(*args, **kwargs)
         for one in _tensors_in(out):
             mixture = self.marks.mixtures.get(one)
@@ -291,11 +302,13 @@ class Around:
             marks.is_around = before
 
     @contextmanager
-    def _block(self) -> Iterator[None]:
+    def _block(self, near: list[RowSet]) -> Iterator[None]:
+        self.marks.near = near
         try:
             with self._around(), self.functions.block():
                 yield
         finally:
+            self.marks.near = None
             self.marks.refusals.clear()  # which are noted on what was made
 
     def _refused_in(self, tensors: list[Tensor]) -> RefusedError | None:

@@ -18,7 +18,7 @@ from shardpass.core.graphs.given import GivenFields, LoadedGraphs
 from shardpass.core.graphs.misread import NOT_WRAPPED, refuse_ambiguous, refuse_of_dgl
 from shardpass.core.graphs.relation import OwnFields, Relation
 from shardpass.core.graphs.tables import TableWriter
-from shardpass.core.ranks import Options, Ranks, RowSet
+from shardpass.core.ranks import Options, Ranks, RowSet, takes_followed
 from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType, Ownership
 from shardpass.errors import RefusedError
 
@@ -163,6 +163,7 @@ class ShardedGraph:
         """The stand-in for ``edge_index``, ``[2, num_edges]``."""
         return self.assigned.get("edge_index", self.relation.edge_index)
 
+    @takes_followed("number")
     def layers(self, nodes: Tensor, num_layers: int) -> list[ShardedEdgeIndex]:
         """An ``edge_index`` for each layer of a model from which you only want the outputs of `nodes`. Collective.
 

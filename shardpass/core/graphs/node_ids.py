@@ -14,7 +14,7 @@ from shardpass.core.graphs.any_rows import rows
 from shardpass.core.graphs.as_data import graph_of
 from shardpass.core.graphs.graph import ShardedGraph
 from shardpass.core.graphs.stand_in import PRINTS, StandIn, describes
-from shardpass.core.ranks import RowSet, describe, torch_private
+from shardpass.core.ranks import RowSet, describe, takes_followed, torch_private
 from shardpass.core.sharding import NodeType
 from shardpass.errors import RefusedError
 
@@ -80,6 +80,7 @@ class NodeIds(StandIn):
         )
 
 
+@takes_followed("number")
 def node_ids(graph: ShardedGraph, ids: Tensor, node_type: NodeType | None = None) -> Tensor:
     """`ids` as an index into tensors of own rows: ``h[node_ids(graph, ids)]`` is `shardpass.rows`. Not collective.
 

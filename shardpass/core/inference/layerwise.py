@@ -26,6 +26,7 @@ from shardpass.core.ranks import (
     ordinary_tensors,
     refuse_irregular,
     require_path,
+    takes_followed,
     tells_of_full_disk,
     torch_private,
 )
@@ -38,6 +39,7 @@ _TABLE = ".parquet"
 _NOT_WRITTEN = frozenset([".csv", ".tsv", ".txt", ".json", ".npz", ".pt", ".pth", ".h5", ".safetensors"])
 
 
+@takes_followed("number")
 def infer(
     model: nn.Module,
     graph: ShardedGraph,

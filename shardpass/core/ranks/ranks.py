@@ -145,12 +145,13 @@ def takes_followed(gives: Gives = "rows") -> Callable[[Function], Function]:
     def decorated(function: Function) -> Function:
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            given = [one for one in (*args, *kwargs.values()) if isinstance(one, FollowedTensor)]
-            if not given:
+            leaves = torch_private.tree_leaves((args, kwargs))
+            if (given := next((one for one in leaves if isinstance(one, FollowedTensor)), None)) is None:
                 return function(*args, **kwargs)
-            around = given[0].around
+            around = given.around
             around.check_given((args, kwargs), gives)
-            return around.returned(function(*map(plain_of, args), **{k: plain_of(v) for k, v in kwargs.items()}), gives)
+            args, kwargs = torch_private.tree_map(plain_of, (args, kwargs))
+            return around.returned(function(*args, **kwargs), gives)
 
         return cast(Function, run)
 

@@ -133,13 +133,16 @@ class OutermostCall:
             RuntimeError, IndexError: torch's own, and where an argument explains it, its name.
         """
         self.refuse_transforms()
-        if torch.is_inference_mode_enabled():
-            with ordinary_tensors():
-                for buffers in map(torch_private.buffers_of, self.model.modules()):
-                    buffers.update(ordinary_views(buffers))  # of a model that was made in inference mode
-                return self.run(function, *ordinary_views((args, kwargs)))
         self._check_followed(args, kwargs)
         args, kwargs = torch_private.tree_map(plain_of, (args, kwargs))
+        if not torch.is_inference_mode_enabled():
+            return self._run(function, args, kwargs)
+        with ordinary_tensors():
+            for buffers in map(torch_private.buffers_of, self.model.modules()):
+                buffers.update(ordinary_views(buffers))  # of a model that was made in inference mode
+            return self._run(function, *ordinary_views((args, kwargs)))
+
+    def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.comm.forward is None:
             if torch.is_grad_enabled():
                 refuse_inside_ddp()
@@ -229,7 +232,7 @@ class OutermostCall:
                 with follower.paused():
                     for one in self._taken:
                         one.around.tell(follower.marks, one.plain)
-                    if any(isinstance(leaf, Tensor) and has_raw_parameter(leaf) for leaf in leaves):
+                    if self.comm.size > 1 and any(isinstance(leaf, Tensor) and has_raw_parameter(leaf) for leaf in leaves):
                         raise state_beside_rows(user_line(), self.method)
                     follower.marks.recognise((args, kwargs), is_given=True)
                     follower.marks.check_arguments(args, kwargs)

@@ -12,6 +12,7 @@ from dgl.dataloading import MultiLayerFullNeighborSampler, NeighborSampler
 from torch import Tensor
 
 from shardpass.core.graphs import ShardedGraph
+from shardpass.core.ranks import takes_followed
 from shardpass.core.sampling import (
     IDS,
     EpochLoader,
@@ -68,6 +69,7 @@ class DataLoader(EpochLoader):
         DivergenceError: ranks make different loaders (on every rank).
     """
 
+    @takes_followed("number")
     def __init__(
         self,
         graph: ShardedGraph | ShardedDGLGraph,

@@ -77,7 +77,7 @@ def wrap(model: nn.Module, comm: Ranks, check: bool = True, checkpoint: Checkpoi
         followed = FollowedCalls(check)
         for name in ("forward", *_own_methods(part)):
             setattr(part, name, _Method(part, comm, followed, checkpoint, sums, name, graphs, is_part=True))
-    for part in rowwise_parts(model, _is_known):
+    for part in rowwise_parts(model, _is_known) if comm.size > 1 else ():
         part.forward = RowwisePart(part, comm, followed, checkpoint, sums)
     return model
 

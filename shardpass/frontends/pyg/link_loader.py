@@ -13,7 +13,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import NegativeSampling
 
 from shardpass.core.graphs import NodeIds, ShardedGraph, directory_of
-from shardpass.core.ranks import derive_seed
+from shardpass.core.ranks import derive_seed, takes_followed
 from shardpass.core.sampling import SampledSource, Seeds, keys_of, uniforms
 from shardpass.core.sharding import EdgeType
 from shardpass.core.training import digest
@@ -51,6 +51,7 @@ class LinkNeighborLoader(BatchLoader):
         DivergenceError: on every rank, if ranks make different loaders.
     """
 
+    @takes_followed("number")
     def __init__(
         self,
         graph: ShardedGraph,

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from shardpass.core.graphs import ShardedGraph
+from shardpass.core.ranks import takes_followed
 from shardpass.core.sampling import IDS, EpochLoader, Sample, Sampler, Seeds, Settings, source_of
 from shardpass.core.sharding import EdgeType, NodeType
 from shardpass.frontends.pyg.loader_arguments import own_rows, settings_of
@@ -90,6 +91,7 @@ class NeighborLoader(BatchLoader):
         DivergenceError: on every rank, if ranks make different loaders.
     """
 
+    @takes_followed("number")
     def __init__(
         self,
         graph: ShardedGraph,

@@ -130,9 +130,9 @@ def _make_outermost(model: nn.Module, comm: Ranks, check: bool, checkpoint: Chec
         followed = FollowedCalls(check)
         for name in ("forward", *methods_written(part)):
             setattr(part, name, _Method(part, comm, followed, checkpoint, sums, name, is_part=True))
-    for part in rowwise_parts(model, _is_known):
+    for part in rowwise_parts(model, _is_known) if comm.size > 1 else ():
         part.forward = RowwisePart(part, comm, followed, checkpoint, sums)
-    for module in model.modules():
+    for module in model.modules() if comm.size > 1 else ():
         for name in methods_replaced(module):
             setattr(module, name, RowwisePart(module, comm, followed, checkpoint, sums, name))
     model.__prepare_scriptable__ = _refuse_script  # type: ignore[assignment]
