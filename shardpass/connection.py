@@ -12,7 +12,15 @@ import torch
 
 from shardpass import backends
 from shardpass.backends import Communicator, lacks_cheap_tensors
-from shardpass.core.ranks import Ranks, require_callable, require_count, require_device, require_path
+from shardpass.core.ranks import (
+    Ranks,
+    plain_of,
+    require_callable,
+    require_count,
+    require_device,
+    require_path,
+    torch_private,
+)
 from shardpass.errors import shorten_tracebacks
 
 T = TypeVar("T")
@@ -128,4 +136,4 @@ def _require_seconds(call: str, **given: Any) -> None:
 
 
 def _with_ranks(fn: Callable[..., T], comm: Communicator, *args: Any) -> T:
-    return fn(Ranks(comm), *args)
+    return torch_private.tree_map(plain_of, fn(Ranks(comm), *args))  # type: ignore[no-any-return]

@@ -44,6 +44,7 @@ def _model():
 
 
 MODEL = _model()
+OTHER = nn.Linear(8, 3).double()
 
 
 class Task:
@@ -213,16 +214,16 @@ REFUSED = {
         t.loss(t.z) + t.model.penalised(t.x, t.graph)[1]
     ),
     "a loss that a method weighs": lambda t: t.model.weighed(t.loss(t.z)),
-    "a mean that is replicated": lambda t: sp.replicated(t.mean(t.z.square()), t.comm),
+    "a mean that is replicated": lambda t: t.alike(t.mean(t.z.square())),
     "a mean over rows of another model": lambda t: t.mean((t.z - teacher(t).mean(0)).square()),
     "rows by their places of another model": lambda t: t.mean((t.z @ teacher(t)[:4].t()).square()),
     "a mean in a memory": lambda t: kept(t, t.z.mean(0)),
     "rows in a tensor of its own": written,
     "such a term beside a loss": lambda t: t.loss(t.z) + gram(t),
-    "such a term in a sum over ranks": lambda t: sp.sum(gram(t)[None], None, t.comm),
+    "such a term in a sum over ranks": lambda t: gram(t) if t.comm is None else sp.sum(gram(t)[None], None, t.comm),
     "centres that are parameters": lambda t: (t.z - CENTRES[t.y.remainder(4)]).square().sum(),
     "a parameter before the model": lambda t: t.loss(t.model(t.x * SCALE, t.graph)),
-    "a loss in a wrapped module": lambda t: sp.pyg.wrap(Weigh(), t.comm)(t.loss(t.z)),
+    "a loss in a wrapped module": lambda t: (Weigh() if t.comm is None else sp.pyg.wrap(Weigh(), t.comm))(t.loss(t.z)),
     "a step by a norm": lambda t: adversarial(t, lambda slope: slope / slope.norm()),
     "a mean over own rows": lambda t: F.cross_entropy(t.z[t.m], t.y[t.m]),
     "a mean of squares": lambda t: t.z.square().mean(),
@@ -243,7 +244,7 @@ REFUSED = {
     "rows by numbers": lambda t: t.mean(t.z[torch.arange(3)].sum(1)),
     "a mean that a function returns": lambda t: SameRows.apply(t.z.mean(0)).square().sum(),
     "a function whose gradient mixes rows": lambda t: t.mean(Centred.apply(t.z).square()),
-    "another module": lambda t: t.mean(nn.Linear(8, 3).double()(t.z).square()),
+    "another module": lambda t: t.mean(OTHER(t.z).square()),
     "divided by the largest": lambda t: t.mean(t.z / t.z.abs().max()),
 }
 

@@ -120,6 +120,8 @@ class Around:
                 self.follower.mark_alike(leaf, known)
                 if known in self.marks.whole:
                     self.marks.whole[leaf] = True
+        if like is not None:
+            self.marks.recognise(value, is_given=True)
         return torch_private.tree_map(self._named, value, is_leaf=lambda one: isinstance(one, torch.Size))
 
     def returned(self, value: Any, gives: Gives) -> Any:
@@ -150,7 +152,7 @@ class Around:
             if any(one.requires_grad and one in self.marks.whole for one in tensors):
                 raise weighed_in_model(user_line())
         elif gives != "sum":
-            self.marks.check_result(given)
+            self.marks.check_result([] if gives == "replicated" and self._are_sums_of_fetched(tensors) else given)
             if gives == "replicated" and any(one in self.marks.whole for one in tensors):
                 raise counts_once(user_line())
             of_models = [leaf for leaf in _tensors_in(value) if isinstance(leaf, FollowedOutput)]
@@ -211,7 +213,7 @@ class Around:
             self.marks.recognise(known := [one.plain for one in followed], is_given=True)
         near = self.marks.sets_in(known)
         is_own = bool(args) and type(args[0]) is Tensor
-        args, kwargs = torch_private.tree_map(plain_of, (args, kwargs))
+        args, kwargs = torch_private.tree_map(_plain_operand, (args, kwargs))
         if is_own and name in _TAKES_DTYPE:
             return func(*args, **kwargs)
         if name == "backward" or func is torch.autograd.grad:
@@ -330,8 +332,14 @@ class Around:
         alone = all(self.marks.rows_of(one) is None for one in tensors) and all(mixture.is_sum for mixture in found)
         return found if found and alone else None
 
+    def _are_sums_of_fetched(self, tensors: list[Tensor]) -> bool:
+        """Whether `tensors` are sums over rows by their ids, which a script may have given alike on all ranks."""
+        found = [mixture for one in tensors if (mixture := self.marks.mixtures.get(one)) is not None]
+        return all(mixture.is_sum and mixture.of == RowSet.fetched(mixture.of.count) for mixture in found)
+
     def _mark_fetched(self, out: Any) -> None:
-        self.follower.recognise(out)
+        with self._around():
+            self.follower.recognise(out)
         for one in _tensors_in(out):
             if one.dim() and type(one) is Tensor and self.marks.rows_of(one) is None:
                 self.marks.mark(one, Rows(0, RowSet.fetched(one.size(0))))
@@ -374,6 +382,15 @@ def around_of_fields(comm: Ranks) -> Around:
 
 def _tensors_in(*values: Any) -> list[Tensor]:
     return [leaf for leaf in torch_private.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _plain_operand(leaf: Any) -> Any:
+    """The tensor that stands behind a followed one, or behind a mask of the engine's over edges."""
+    leaf = plain_of(leaf)
+    if isinstance(leaf, Tensor) and type(leaf) not in (Tensor, nn.Parameter):
+        with torch_private.DisableTorchFunctionSubclass():
+            return leaf.as_subclass(Tensor) if leaf.dtype == torch.bool else leaf
+    return leaf
 
 
 def _raise_in_backward(tensor: Tensor, refused: RefusedError) -> None:

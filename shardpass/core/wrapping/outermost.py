@@ -232,7 +232,9 @@ class OutermostCall:
                 with follower.paused():
                     for one in self._taken:
                         one.around.tell(follower.marks, one.plain)
-                    if self.comm.size > 1 and any(isinstance(leaf, Tensor) and has_raw_parameter(leaf) for leaf in leaves):
+                    if self.comm.size > 1 and any(
+                        isinstance(leaf, Tensor) and has_raw_parameter(leaf) for leaf in leaves
+                    ):
                         raise state_beside_rows(user_line(), self.method)
                     follower.marks.recognise((args, kwargs), is_given=True)
                     follower.marks.check_arguments(args, kwargs)
@@ -308,5 +310,3 @@ def replaced_forward(module: nn.Module) -> Any:
     """What a user or a frontend has put in the place of the `forward` of `module`; `None` if nothing."""
     own = vars(module).get("forward")
     return getattr(own, "adapted", own)
-
-

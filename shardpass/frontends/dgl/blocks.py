@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardpass.core.exchange import halo_fetch, scatter_to_owners
 from shardpass.core.graphs import build_relation
+from shardpass.core.ranks import plain_of
 from shardpass.core.sharding import Ownership
 from shardpass.frontends.dgl.frames import Frames, LazyFields
 from shardpass.frontends.dgl.structure import CanonicalType, Edges, Nodes, NodeType
@@ -121,7 +122,7 @@ def _block(graph: TypedGraph, frames: Frames, sources: Rows, wanted: Rows) -> Bl
 
 
 def _nodes(rows: Tensor, total: int, frame: Mapping[str, Tensor]) -> Nodes:
-    fields = LazyFields(frame, lambda field: field.index_select(0, rows))
+    fields = LazyFields(frame, lambda field: plain_of(field).index_select(0, rows))
     return Nodes(rows.numel(), total, fields[dgl.NID], fields)
 
 
@@ -136,7 +137,7 @@ def _block_edges(
     numbers[sources] = owned.to_global(torch.arange(sources.numel(), device=graph.device), comm.rank)
     with torch.no_grad():
         numbers = halo_fetch(numbers, edges.plan, f"numbers of the sources of {kind}")
-    fields = LazyFields(stored, lambda field: field.index_select(0, kept))
+    fields = LazyFields(stored, lambda field: plain_of(field).index_select(0, kept))
     options = edges.plan.options
     if options.backward == "auto":  # a block is short-lived: collecting the out-edges that pulling needs does not pay
         options = replace(options, backward="push")

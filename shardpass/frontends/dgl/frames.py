@@ -10,7 +10,7 @@ from dgl import DGLError
 from torch import Tensor
 
 from shardpass.core.following import user_line
-from shardpass.core.ranks import FollowedTensor
+from shardpass.core.ranks import FollowedTensor, plain_of
 from shardpass.errors import RefusedError
 
 
@@ -75,6 +75,26 @@ class LazyFields(MutableMapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(list(iter(self)))
+
+
+class PlainFields(Mapping[str, Tensor]):
+    """Fields as the engine reads them outside of a model: those that scripts are given in a form that is followed.
+
+    Args:
+        rows: the fields, which may change.
+    """
+
+    def __init__(self, rows: Mapping[str, Tensor]) -> None:
+        self._rows = rows
+
+    def __getitem__(self, name: str) -> Tensor:
+        return plain_of(self._rows[name])  # type: ignore[no-any-return]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
 
 class Frame(LazyFields):

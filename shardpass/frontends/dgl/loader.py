@@ -29,6 +29,7 @@ from shardpass.core.sharding import Ownership
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.blocks import rows_of
 from shardpass.frontends.dgl.convert import graph as to_dgl
+from shardpass.frontends.dgl.frames import PlainFields
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
 from shardpass.frontends.dgl.structure import CanonicalType, NodeType
 
@@ -191,9 +192,11 @@ def _source_of(graph: ShardedDGLGraph, weight: str | None) -> SampledSource:
     for kind in graph.canonical_etypes:
         own = graph.edges_of(kind)
         lists = own.plan, own.src_rows, own.dst_rows, own.ids
-        edges[kind] = in_edges(ownership[kind[0]], *lists, frames.edges[kind], weight)
+        edges[kind] = in_edges(ownership[kind[0]], *lists, PlainFields(frames.edges[kind]), weight)
     ids = {kind: graph.nodes_of(kind).ids.cpu().numpy() for kind in graph.ntypes}
-    source = SampledSource(comm, ownership, ids, {kind: frames.nodes[kind] for kind in graph.ntypes}, edges)
+    source = SampledSource(
+        comm, ownership, ids, {kind: PlainFields(frames.nodes[kind]) for kind in graph.ntypes}, edges
+    )
     options = [graph.edges_of(kind).plan.options for kind in graph.canonical_etypes]
     return share_structure(source, all(given.share_memory for given in options))
 
