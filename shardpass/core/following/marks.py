@@ -68,7 +68,7 @@ class Marks:
         verdicts: what was found out of operations, by operation and shapes.
         refusals: what the model was refused in this forward. It may have caught the error and gone on.
         is_around: what runs is no code of the model's, but made of what it returned.
-        near: the only sets that plain tensors are recognised by, which may be of any size; `None` if it is all of `known`.
+        near: the only sets that plain tensors are recognised by; `None` if it is all of `known`.
         refused: why what a script has made of results may not be differentiated.
         has_alike: a script gives what all ranks compute alike to the function that runs.
         has_raw_parameter: a script gives a parameter to the function that runs, or what is made of one.

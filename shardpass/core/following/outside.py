@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardpass.core.following.functions import ADDS, READS, FollowFunctions
 from shardpass.core.following.follow import FollowRows
+from shardpass.core.following.functions import ADDS, READS, FollowFunctions
 from shardpass.core.following.gradients import follow_function
 from shardpass.core.following.marks import Marks
 from shardpass.core.following.refusals import (
@@ -47,6 +47,7 @@ from shardpass.errors import RefusedError
 _DIVIDES = frozenset("__truediv__ __itruediv__ div div_ divide true_divide".split())
 _NOTE = "shardpass"
 _IN_PLACE = "__iadd__ __isub__ __imul__ __itruediv__ __ipow__ __iand__ __ior__ __ixor__".split()
+_ADDS_ROWS_INTO = frozenset("index_add_ scatter_add_ scatter_reduce_ index_reduce_".split())
 _TAKES_DTYPE = frozenset(["to", "type_as"])
 _RUNS_AS_IT_IS = frozenset("__deepcopy__ __repr__ __format__ __reduce_ex__".split())
 
@@ -140,9 +141,9 @@ class Around:
 
     def check_given(self, value: Any, gives: Gives | None = None) -> None:
         """See `ResultWatch.check_given`."""
-        for leaf in _tensors_in(value):
-            if isinstance(leaf, FollowedOutput):
-                leaf.around.tell(self.marks, leaf.plain)
+        of_models = [leaf for leaf in _tensors_in(value) if isinstance(leaf, FollowedOutput)]
+        for leaf in of_models:
+            leaf.around.tell(self.marks, leaf.plain)
         given = torch_private.tree_map(plain_of, value)
         tensors = _tensors_in(given)
         if (refused := self._refused_in(tensors)) is not None:
@@ -155,7 +156,6 @@ class Around:
             self.marks.check_result([] if gives == "replicated" and self._are_sums_of_fetched(tensors) else given)
             if gives == "replicated" and any(one in self.marks.whole for one in tensors):
                 raise counts_once(user_line())
-            of_models = [leaf for leaf in _tensors_in(value) if isinstance(leaf, FollowedOutput)]
             if gives == "total" and any(self.functions.is_alike(leaf.plain) for leaf in of_models):
                 raise counts_for_each_rank(user_line())
         else:
@@ -202,17 +202,9 @@ class Around:
             with torch_private.DisableTorchFunctionSubclass():
                 return func(*args)  # what a Function has returned has another one than the tensor that it stands for
         tensors = [leaf for leaf in leaves_of((args, [*kwargs.values()])) if isinstance(leaf, Tensor)]
-        followed = [one for one in tensors if isinstance(one, FollowedOutput)]
-        for one in followed:
-            one.around.tell(self.marks, one.plain)
-        self.marks.has_alike = any(self.functions.is_alike(one.plain) for one in followed)
-        self.marks.has_raw_parameter = any(
-            has_raw_parameter(one) for one in tensors if not isinstance(one, FollowedOutput)
-        )
-        with self._around():
-            self.marks.recognise(known := [one.plain for one in followed], is_given=True)
-        near = self.marks.sets_in(known)
+        near = self._sets_of_followed(tensors)
         is_own = bool(args) and type(args[0]) is Tensor
+        is_put_by_rows = name == "__setitem__" and isinstance(args[1], FollowedOutput) and args[1].dtype != torch.bool
         args, kwargs = torch_private.tree_map(_plain_operand, (args, kwargs))
         if is_own and name in _TAKES_DTYPE:
             return func(*args, **kwargs)
@@ -224,7 +216,9 @@ class Around:
         writes = (name.endswith("_") and not name.startswith("__")) or name in ("__setitem__", *_IN_PLACE)
         given = _tensors_in(args, kwargs)
         if writes and is_own:
-            return self._written(func, args, kwargs, given)
+            return self._written(func, args, kwargs, given, is_put_by_rows or name in _ADDS_ROWS_INTO)
+        if name == "bincount":
+            return self._counted(func, args, kwargs)
         if name == "contiguous" and is_called_by("dgl.backend") and any(of.root for of in self.marks.sets_in(given)):
             what = "DGL reads rows by the numbers that a graph of its own has"
             raise RefusedError(f"{user_line()}: {what}. {NUMBERS}")
@@ -237,6 +231,12 @@ class Around:
                     raise
         elif writes:
             raise refused
+        return self._refused(func, name, args, kwargs, given, refused)
+
+    def _refused(
+        self, func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], refused: RefusedError
+    ) -> Any:  # fmt: skip
+        """What a function returns whose result may be looked at, and not differentiated."""
         out = func(*args, **kwargs)
         for one in (found := _tensors_in(out)):
             self.marks.refused[one] = refused
@@ -247,9 +247,37 @@ class Around:
             self._warn(refused)
         return self.followed(out)
 
-    def _written(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
+    def _sets_of_followed(self, tensors: list[Tensor]) -> list[RowSet]:
+        """The sets of rows that the followed ones of `tensors` hold, of which all is noted that is known."""
+        followed = [one for one in tensors if isinstance(one, FollowedOutput)]
+        for one in followed:
+            one.around.tell(self.marks, one.plain)
+        self.marks.has_alike = any(self.functions.is_alike(one.plain) for one in followed)
+        self.marks.has_raw_parameter = any(
+            has_raw_parameter(one) for one in tensors if not isinstance(one, FollowedOutput)
+        )
+        plain = [one.plain for one in followed]
+        with self._around():
+            self.marks.recognise(plain, is_given=True)
+        return self.marks.sets_in(plain)
+
+    def _counted(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """``torch.bincount`` of own rows, which is a sum over them, though no operation of the table."""
+        self.check_given((args, kwargs), "rows")
+        out, sets = func(*args, **kwargs), self.marks.sets_in((args, kwargs))
+        if sets:
+            self.marks.mixtures.add(out, Mixture("bincount", user_line(), sets[0], is_sum=True))
+        return self.followed(out)
+
+    def _written(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], is_by_rows: bool) -> Any:
         """What a function returns that writes into a tensor of a script's own, which is not followed after it."""
         self.check_given(given, "rows")
+        if is_by_rows:
+            raise RefusedError(
+                f"{user_line()}: the rows of this rank decide where something is added to a tensor of your own, and "
+                f"nobody follows what you make of that. Make it of them, as torch.bincount and "
+                f"F.one_hot(y, classes).sum(0) do, and give that to shardpass.all_reduce_sum"
+            )
         if torch.is_grad_enabled() and any(one.requires_grad for one in given):
             raise RefusedError(
                 f"{user_line()}: results of a model are written into a tensor that is not made of them, where nobody "
