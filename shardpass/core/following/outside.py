@@ -31,7 +31,7 @@ from shardpass.core.following.refusals import (
 )
 from shardpass.core.following.row_count import OwnCount, leaves_of
 from shardpass.core.following.rows import Rows
-from shardpass.core.following.user_line import is_called_by, user_line
+from shardpass.core.following.user_line import given_to, user_line
 from shardpass.core.ranks import (
     FollowedTensor,
     Gives,
@@ -219,9 +219,8 @@ class Around:
             return self._written(func, args, kwargs, given, is_put_by_rows or name in _ADDS_ROWS_INTO)
         if name == "bincount":
             return self._counted(func, args, kwargs)
-        if name == "contiguous" and is_called_by("dgl.backend") and any(of.root for of in self.marks.sets_in(given)):
-            what = "DGL reads rows by the numbers that a graph of its own has"
-            raise RefusedError(f"{user_line()}: {what}. {NUMBERS}")
+        if name == "contiguous" and any(of.root for of in self.marks.sets_in(given)):
+            _refuse_own_graph()
         if (refused := self._refused_in(given)) is None:
             try:
                 return self._judged(func, name, args, kwargs, given, near)
@@ -410,6 +409,14 @@ def around_of_fields(comm: Ranks) -> Around:
 
 def _tensors_in(*values: Any) -> list[Tensor]:
     return [leaf for leaf in torch_private.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _refuse_own_graph() -> None:
+    """Refuse rows for a kernel of DGL's that runs on a graph of the script's own."""
+    index = given_to("dgl._sparse_ops", "gidx")
+    if index is not None and not getattr(index, "has_own_rows", False):
+        what = "DGL reads rows by the numbers that a graph of its own has"
+        raise RefusedError(f"{user_line()}: {what}. {NUMBERS}")
 
 
 def _plain_operand(leaf: Any) -> Any:

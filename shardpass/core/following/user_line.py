@@ -6,6 +6,7 @@ import sysconfig
 import traceback
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from shardpass.core.ranks import torch_private
 
@@ -29,6 +30,12 @@ def is_asked_by(*packages: str) -> bool:
     """Whether the innermost code that does not belong to following is that of `packages`."""
     names = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(None))
     return next(name for name in names if not name.startswith(_FOLLOWING)).startswith(packages)
+
+
+def given_to(module: str, name: str) -> Any:
+    """What a function of `module` among the callers has been given as `name`; `None` if none is among them."""
+    frames = (frame for frame, _ in traceback.walk_stack(None) if frame.f_globals.get("__name__") == module)
+    return next((frame.f_locals[name] for frame in frames if name in frame.f_locals), None)
 
 
 def is_called_by(package: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -20,6 +21,9 @@ class LocalIndex(HeteroGraphIndex):
     The index therefore has a number of source nodes that no node tensor of this rank has, so that such a kernel raises.
     Functions that walk along out-edges raise too, since the index has no format for that.
     """
+
+    has_own_rows = True
+    """What `core.following` asks of the index that a kernel of DGL's is given."""
 
     @staticmethod
     def of(src_rows: Tensor, dst_rows: Tensor, plan: HaloPlan) -> LocalIndex:
@@ -40,9 +44,9 @@ class LocalIndex(HeteroGraphIndex):
         """The index of some of the edges among the same nodes, for the softmax over these edges only."""
         if not preserve_nodes:
             raise refused("dgl.edge_subgraph", "do it before partitioning")
-        part = super().edge_subgraph(induced_edges, True)
-        part.graph.__class__ = LocalIndex
-        return part
+        graph = super().edge_subgraph(induced_edges, True).graph  # which is another object whenever it is asked for
+        graph.__class__ = LocalIndex
+        return SimpleNamespace(graph=graph)
 
     def _no(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise refused("the structure of the graph", "do what needs it before partitioning")
