@@ -45,6 +45,7 @@ def _model():
 
 MODEL = _model()
 OTHER = nn.Linear(8, 3).double()
+MASKED = int(GRAPH.node["m"].sum())
 
 
 class Task:
@@ -59,6 +60,7 @@ class Task:
             fields = {name: getattr(self.graph, name) for name in ("x", "y", "m")}
             self.model = sp.pyg.wrap(self.model, comm)
         self.x, self.y, self.m = (fields[name] for name in ("x", "y", "m"))
+        self.labels = self.y[self.m]
         self.z = self.model(self.x, self.graph)
 
     def loss(self, out):
@@ -68,6 +70,9 @@ class Task:
 
     def alike(self, term):
         return term if self.comm is None else sp.replicated(term, self.comm)
+
+    def added(self, term):
+        return term if self.comm is None else sp.all_reduce_sum(term, self.comm)
 
     def mean(self, rows):
         return rows.mean() if self.comm is None else sp.mean(rows, None, self.comm)
@@ -134,6 +139,11 @@ def written(t):
     return buffer.square().mean()
 
 
+def counted(y):
+    counts = torch.zeros(int(GRAPH.node["y"].max()) + 1).double()
+    return counts.index_add_(0, y, torch.ones(len(y)).double())
+
+
 def with_scaler(t):
     return torch.amp.GradScaler("cpu", init_scale=2.0).scale(t.loss(t.z)) / 2
 
@@ -186,6 +196,15 @@ EXACT = {
     "sums of classes": lambda t: t.mean((t.z @ class_sums(t).t()).tanh()),
     "a sum of losses": lambda t: F.cross_entropy(t.z, t.y, reduction="sum") / 50,
     "a copy": lambda t: t.mean((t.z - copy.deepcopy(t.z.detach()).sigmoid()).square()),
+    "a penalty beside a sum over own rows": lambda t: (
+        F.cross_entropy(t.z[t.m], t.y[t.m], reduction="sum") / MASKED
+        + 0.1 * sum(p.abs().sum() for p in t.model.parameters())
+    ),
+    "rows by the numbers of a mask": lambda t: (
+        F.cross_entropy(t.z[t.m.nonzero().view(-1)], t.y[t.m.nonzero().view(-1)], reduction="sum") / MASKED
+    ),
+    "labels that were picked before": lambda t: F.cross_entropy(t.z[t.m], t.labels, reduction="sum") / MASKED,
+    "a mask of its own": lambda t: (t.z[t.m & (t.y > 1)].square().sum(1) * t.y[t.m & (t.y > 1)]).sum(),
     "a penalty that the model returns": lambda t: t.loss(t.z) + (t.alike(t.model.penalised(t.x, t.graph)[1])),
     "rows times a value of all": lambda t: t.mean((t.z / gram(t)).tanh()),
     "a step against a loss": lambda t: adversarial(t, torch.sign),
@@ -233,6 +252,12 @@ REFUSED = {
     "centred by own rows": lambda t: t.mean((t.z - t.z.mean(0)).square()),
     "a deviation of own rows": lambda t: F.relu(1 - t.z.std(0)).sum(),
     "divided by a mean": lambda t: t.mean((t.z / (t.mean(t.z.abs()) + 1)).tanh()),
+    "a penalty in a sum over ranks": lambda t: t.added(t.z.square().sum() + t.model.head.weight.square().sum()),
+    "features by their own mean": lambda t: t.loss(t.model(t.x - t.x.mean(0), t.graph)),
+    "weights by their own sum": lambda t: t.mean(t.z.square().sum(1) * t.x[:, 0] / t.x[:, 0].sum()),
+    "features in another order": lambda t: t.loss(t.model(t.x[torch.arange(len(t.x)).flip(0)], t.graph)),
+    "classes by their own counts": lambda t: t.mean(t.z.square().sum(1) * (1 + torch.bincount(t.y))[t.y]),
+    "counts written into a tensor": lambda t: t.mean(t.z.square().sum(1) * counted(t.y)[t.y]),
     "a sum times a parameter": lambda t: t.model.rate * t.z.square().sum(),
     "rows times a parameter": lambda t: t.mean((t.model.rate * t.z).square()),
     "an auxiliary mean of own rows": lambda t: t.loss(t.z) + t.z.abs().mean(),

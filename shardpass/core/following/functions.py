@@ -158,7 +158,7 @@ class FollowFunctions(TorchFunctionMode):
             return False
         mixed = any(marks.mixtures.get(one) is not None for one in tensors)
         rows = any(marks.rows_of(one) is not None and (one.requires_grad or is_raw) for one in tensors)
-        if (wholes or is_raw) and (rows or (mixed and (is_raw or name not in ADDS))):
+        if (wholes or is_raw) and (rows or (mixed and name not in ADDS)):
             raise (whole_beside_rows if wholes else state_beside_rows)(user_line(), name)
         if is_alike and (wholes or (mixed and name in ADDS)):
             raise counts_for_each_rank(user_line())

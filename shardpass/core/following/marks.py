@@ -19,6 +19,9 @@ from shardpass.core.following.user_line import user_line
 from shardpass.core.ranks import HoldsEdges, RowSet, is_parameter, leaves_within, torch_private
 from shardpass.errors import RefusedError
 
+_MASKS = 8
+"""How many masks are remembered. The same mask picks the same rows, of labels and of results, in any call."""
+
 
 class Mixtures:
     """Tensors that were made of several rows, by their memory: what is a view or another name of one is one too."""
@@ -72,6 +75,7 @@ class Marks:
         refused: why what a script has made of results may not be differentiated.
         has_alike: a script gives what all ranks compute alike to the function that runs.
         has_raw_parameter: a script gives a parameter to the function that runs, or what is made of one.
+        selections: masks, the last ones first, with the sets that they pick; shared by all that follows on a rank.
         whole: values of all rows, whose gradient is that of this rank's share.
         is_in_loss: a loss function of torch's is running.
         made_of_counts: numbers that are made of how many rows this rank has, which ``len`` and ``max`` gave away.
@@ -93,7 +97,7 @@ class Marks:
     has_alike: bool = False
     has_raw_parameter: bool = False
     whole: MutableMapping[Tensor, bool] = field(default_factory=torch_private.WeakTensorKeyDictionary)
-    _selections: list[tuple[Tensor, int, RowSet]] = field(default_factory=list)
+    selections: list[tuple[Tensor, int, RowSet]] = field(default_factory=list)
 
     @property
     def remedy(self) -> str:
@@ -171,8 +175,7 @@ class Marks:
             raise self.refusals[0]
 
     def end_forward(self) -> None:
-        """Hold no longer what only a forward that has ended needs: its masks, and tensors that are gone."""
-        self._selections.clear()
+        """Hold no longer what only a forward that has ended needs, and tensors that are gone."""
         self.refusals.clear()
         self.made_of_counts.clear()
         self.mixtures.prune()
@@ -259,13 +262,14 @@ class Marks:
         before = of.count if of.picked_from is None else of.picked_from
         if of.is_of_edges:
             return RowSet(of.name, count, of.root, before)
-        for known, version, found in self._selections:
+        for place, (known, version, found) in enumerate(self.selections):
             same = known is mask or (known.shape == mask.shape and torch.equal(known, mask))
-            if same and torch_private.version_of(known) == version:
+            if same and found.picked_from == before and torch_private.version_of(known) == version:
+                self.selections.insert(0, self.selections.pop(place))
                 return found
         name = of.name if of.name.startswith("picked ") else f"picked {of.name}"
         found = RowSet(name, count, ("picked", object()), before)
-        self._selections.append((mask, torch_private.version_of(mask), found))
+        self.selections[:] = [(mask, torch_private.version_of(mask), found), *self.selections[: _MASKS - 1]]
         return found
 
     def check_result(self, result: Any) -> None:

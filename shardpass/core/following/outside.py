@@ -160,7 +160,8 @@ class Around:
                 raise counts_for_each_rank(user_line())
         else:
             for one in tensors:
-                if not self.follower.is_sum(one) and (one in self.marks.whole or is_made_of_parameters(one)):
+                is_alike = has_raw_parameter(one) if self.follower.is_sum(one) else is_made_of_parameters(one)
+                if is_alike or one in self.marks.whole:
                     self.follower.refuse_alike(one)
 
     def met(self, value: Tensor) -> Tensor:

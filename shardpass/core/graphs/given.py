@@ -25,6 +25,7 @@ class LoadedGraphs:
 
 def mark_fields(follower: FollowRows, comm: Ranks) -> None:
     """Tell `follower` the sets of rows of the graphs that are in use, and the fields of them that were read."""
+    follower.marks.selections = around_of_fields(comm).marks.selections
     marks, graphs = follower.marks, list(comm.caches.of(LoadedGraphs).graphs)
     marks.known = [rows for graph in graphs for rows in graph.row_sets()]
     marks.by_name = {
