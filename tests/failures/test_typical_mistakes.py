@@ -13,7 +13,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GCN, GraphSAGE
 
 import shardpass as sp
-from shardpass.errors import DivergenceError
+from shardpass.errors import DivergenceError, RefusedError
 
 
 def graph(**others: Any) -> dict[str, Any]:
@@ -58,9 +58,18 @@ def test_integer_features(store: Path) -> None:
 def test_features_that_lack_a_row(store: Path, model: Any, words: str) -> None:
     def run(comm: sp.Communicator) -> None:
         own = sp.load(store, comm)
-        sp.pyg.wrap(model(4, 8, 2, 3), comm)(own.x[:-1], own)
+        sp.pyg.wrap(model(4, 8, 2, 3), comm)(torch.rand(9, 4), own)
 
     with pytest.raises((RuntimeError, ValueError), match=words):
+        sp.spawn(run, 2)
+
+
+def test_a_model_that_is_not_wrapped_is_refused_features_of_the_graph(store: Path) -> None:
+    def run(comm: sp.Communicator) -> None:
+        own = sp.load(store, comm)
+        sp.cross_entropy(GCN(4, 8, 2, 3)(own.x, own.edge_index), own.y, None, comm).backward()
+
+    with pytest.raises(RefusedError, match=r"wrap the module that holds the parameter too \(shardpass.pyg.wrap"):
         sp.spawn(run, 2)
 
 
@@ -127,7 +136,8 @@ def test_a_model_that_is_not_wrapped(store: Path, is_wrapped: bool) -> None:
         model = GCN(4, 8, 2, 3)
         if is_wrapped:
             sp.pyg.wrap(model, comm)
-        sp.cross_entropy(model(own.x, own.edge_index), own.y, None, comm).backward()
+        x = own.x if is_wrapped else torch.rand(10, 4)  # with the graph's own it is refused before
+        sp.cross_entropy(model(x, own.edge_index), own.y, None, comm).backward()
         sp.sync_gradients(model, comm)
 
     with warnings.catch_warnings(record=True) as caught:

@@ -208,7 +208,7 @@ def test_writes_that_leave_no_version_are_seen_by_the_kept_sums(name):
         owners = assignments(GRAPH.num_nodes, 3, GRAPH.edge_index)["random"]
         graph = shard_in_memory(GRAPH, owners, comm)
         plain = shard_in_memory(GRAPH, owners, comm, sp.Options(cache_constant_inputs=False))
-        mine, x = sp.pyg.wrap(copy.deepcopy(model), comm, check=False), graph.x.clone()
+        mine, x = sp.pyg.wrap(copy.deepcopy(model), comm, check=False), graph.fields_of("node")["x"].clone()
         for _ in range(3):
             mine(x, graph)
         if comm.rank == 1:

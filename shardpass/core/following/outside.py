@@ -314,6 +314,8 @@ class Around:
         else:
             with self._block(near):
                 out = func(*args, **kwargs)
+        if name == "__len__":
+            self.comm.caches.of(_Fields).counts.add(out)
         for one in _tensors_in(out):
             mixture = self.marks.mixtures.get(one)
             if mixture is not None and sums is not None:
@@ -350,7 +352,7 @@ class Around:
         is_number = not isinstance(divisor, Tensor) or (divisor.dim() == 0 and not divisor.requires_grad)
         if mixture is None or not mixture.is_sum or not is_number or self.comm.size == 1:
             return
-        counts = {mixture.of.count, *self.comm.caches.of(_Fields).counts, *(of.count for of in self.marks.known)}
+        counts = {*self.comm.caches.of(_Fields).counts, *(of.count for of in self.marks.known)}
         if float(divisor) > 1 and float(divisor) in counts:
             raise refusal(f"a sum over own {mixture.of.name} is divided by their number, {float(divisor):g}", AROUND)
 

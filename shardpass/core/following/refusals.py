@@ -142,7 +142,8 @@ def state_beside_rows(line: str, name: str) -> RefusedError:
     """Why a parameter cannot meet rows outside of the model."""
     return RefusedError(
         f"{line}: `{name}` applies a parameter to rows outside of the wrapped model, where its gradient is not summed "
-        f"over ranks. Do that in a method of the model, or wrap the module that holds the parameter"
+        f"over ranks. Do that in a method of the model, or wrap the module that holds the parameter too "
+        f"(shardpass.pyg.wrap, shardpass.dgl.wrap)"
     )
 
 

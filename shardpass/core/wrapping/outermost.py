@@ -189,9 +189,10 @@ class OutermostCall:
         return self._as_followed(chained(self.comm, self._within, function, args, kwargs))
 
     def _check_followed(self, args: Any, kwargs: Any) -> None:
-        self._taken = [one for one in torch_private.tree_leaves((args, kwargs)) if isinstance(one, FollowedTensor)]
-        for one in self._taken:
+        taken = [one for one in torch_private.tree_leaves((args, kwargs)) if isinstance(one, FollowedTensor)]
+        for one in taken:
             one.around.check_given(one)
+        self._taken = taken
 
     def _as_followed(self, out: Any) -> Any:
         """What a chain returns, in a form that is followed if the function in it has left that to this one."""
@@ -230,7 +231,8 @@ class OutermostCall:
                 followed_hooks(self.model, follower, functions.block),
             ):
                 with follower.paused():
-                    for one in self._taken:
+                    while self._taken:
+                        one = self._taken.pop()
                         one.around.tell(follower.marks, one.plain)
                     if self.comm.size > 1 and any(
                         isinstance(leaf, Tensor) and has_raw_parameter(leaf) for leaf in leaves
@@ -287,6 +289,7 @@ class OutermostCall:
         return self.followed.next(self.model, self.comm, self.method)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OutermostCall:
+        self._taken.clear()
         copied = memo[id(self)] = type(self).__new__(type(self))
         vars(copied).update(copy.deepcopy(vars(self), memo))
         return copied
