@@ -205,7 +205,7 @@ class Around:
         tensors = [leaf for leaf in leaves_of((args, [*kwargs.values()])) if isinstance(leaf, Tensor)]
         near = self._sets_of_followed(tensors)
         is_own = bool(args) and type(args[0]) is Tensor
-        is_put_by_rows = name == "__setitem__" and isinstance(args[1], FollowedOutput) and args[1].dtype != torch.bool
+        is_put_by_rows = self._is_put_by_rows(name, args)
         args, kwargs = torch_private.tree_map(_plain_operand, (args, kwargs))
         if is_own and name in _TAKES_DTYPE:
             return func(*args, **kwargs)
@@ -217,7 +217,7 @@ class Around:
         writes = (name.endswith("_") and not name.startswith("__")) or name in ("__setitem__", *_IN_PLACE)
         given = _tensors_in(args, kwargs)
         if writes and is_own:
-            return self._written(func, args, kwargs, given, is_put_by_rows or name in _ADDS_ROWS_INTO)
+            return self._written(func, args, kwargs, given, is_put_by_rows)
         if name == "bincount":
             return self._counted(func, args, kwargs)
         if name == "contiguous" and any(of.root for of in self.marks.sets_in(given)):
@@ -268,6 +268,14 @@ class Around:
         if sets:
             self.marks.mixtures.add(out, Mixture("bincount", user_line(), sets[0], is_sum=True))
         return self.followed(out)
+
+    def _is_put_by_rows(self, name: str, args: Any) -> bool:
+        """Whether values of own rows, such as labels, say where something is written or added."""
+        index = args[1:2] if name == "__setitem__" else args[2:3] if name in _ADDS_ROWS_INTO else ()
+        if not index or not isinstance(index[0], FollowedOutput) or index[0].dtype == torch.bool:
+            return False
+        rows = self.marks.rows_of(index[0].plain)
+        return rows is not None and rows.points_to is None
 
     def _written(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], is_by_rows: bool) -> Any:
         """What a function returns that writes into a tensor of a script's own, which is not followed after it."""
@@ -368,10 +376,11 @@ class Around:
         return all(mixture.is_sum and mixture.of == RowSet.fetched(mixture.of.count) for mixture in found)
 
     def _mark_fetched(self, out: Any) -> None:
+        found = [one for one in _tensors_in(out) if type(one) is Tensor]
         with self._around():
-            self.follower.recognise(out)
-        for one in _tensors_in(out):
-            if one.dim() and type(one) is Tensor and self.marks.rows_of(one) is None:
+            self.follower.recognise(found)
+        for one in found:
+            if one.dim() and self.marks.rows_of(one) is None:
                 self.marks.mark(one, Rows(0, RowSet.fetched(one.size(0))))
 
     def _without_counts(self, out: Any) -> Any:

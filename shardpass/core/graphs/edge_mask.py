@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardpass.core.exchange import HaloPlan
 from shardpass.core.following import user_line
-from shardpass.core.ranks import torch_private
+from shardpass.core.ranks import FollowedTensor, torch_private
 from shardpass.errors import RefusedError
 
 _COUNTS = frozenset(
@@ -34,6 +34,8 @@ class EdgeMask(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(issubclass(kind, FollowedTensor) for kind in types):
+            return NotImplemented
         name = getattr(func, "__name__", "")
         if name in _COUNTS and args and isinstance(args[0], EdgeMask):
             raise RefusedError(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.following import OwnShape, RowCount, user_line
-from shardpass.core.ranks import RowSet, torch_private
+from shardpass.core.ranks import FollowedTensor, RowSet, torch_private
 from shardpass.errors import InternalError, RefusedError
 
 S = TypeVar("S", bound="StandIn")
@@ -56,8 +56,8 @@ class StandIn(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(hasattr(kind, "materialise") for kind in types):
-            return NotImplemented  # it computes its own values on this use, and asks again
+        if any(hasattr(kind, "materialise") or issubclass(kind, FollowedTensor) for kind in types):
+            return NotImplemented  # it computes its own values on this use, or stands for another, and asks again
         return cls.answer(func, getattr(func, "__name__", ""), args, kwargs or {})
 
     @classmethod

@@ -73,7 +73,7 @@ def test_ranks_without_nodes_or_edges_still_send(kind, ranks):
 
     def work(comm):
         sharded = shard_in_memory(graph, owners, comm)
-        rows = halo_fetch(sharded.x, sharded.relation.plan, "x")
+        rows = halo_fetch(sharded.fields_of("node")["x"], sharded.relation.plan, "x")
         src = sharded.edge_index.plain[0]
         return sharded.num_own_nodes, sharded.num_own_edges, rows[src], sharded.edge_ids
 

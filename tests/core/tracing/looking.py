@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 
 from shardpass.core.tracing.probing import probe
@@ -28,16 +30,25 @@ def softmax(logit, index, num_dst):
     return weight / (add_up(weight, index, num_dst).index_select(0, index) + 1e-16)
 
 
+def plain(graph):
+    """The fields of a graph as the engine has them, by name: what these tests call is called by no script."""
+    return SimpleNamespace(**graph.fields_of("node"), **graph.relation.fields)
+
+
 def look(graph, message, reduce=add_up, needs_grad=NEED_GRADIENTS, dtype=None):
     """The structure of a message function of ``i.src["x"], i.dst["x"], i.src["z"], i.edge["e"], i.edge["w"]``.
 
     dtype: of the source tensors; by default float64, that of the others.
     """
-    src = {"x": graph.x, "z": graph.x[:, :1].clone(), "h": graph.x[:, :4].reshape(-1, 2, 2)}
-    edge = {"e": graph.edge_attr, "w": graph.edge_weight, "v": graph.edge_attr[:, :2].unsqueeze(-1).clone()}
+    src = {"x": plain(graph).x, "z": plain(graph).x[:, :1].clone(), "h": plain(graph).x[:, :4].reshape(-1, 2, 2)}
+    edge = {
+        "e": plain(graph).edge_attr,
+        "w": plain(graph).edge_weight,
+        "v": plain(graph).edge_attr[:, :2].unsqueeze(-1).clone(),
+    }
     src = {name: rows.to(dtype or rows.dtype) for name, rows in src.items()}
     tail = None if reduce is None else (lambda m, i: reduce(m, i.index, i.num_dst))
-    program = Program("Layer", src, {"x": graph.x}, edge, message, tail)
+    program = Program("Layer", src, {"x": plain(graph).x}, edge, message, tail)
     return probe(program, graph.relation.shards, graph.num_own_nodes, needs_grad)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from looking import GRAPH, OWNERS, add_up, function_of, look
+from looking import GRAPH, OWNERS, add_up, function_of, look, plain
 from torch import nn
 
 from shardpass.core.aggregation.sharded_call import aggregate
@@ -27,7 +27,7 @@ def gradients_match(message, parameters, reduce=add_up):
 
     def work(comm):
         graph = shard_in_memory(GRAPH, OWNERS, comm, Options(chunk_bytes=300))
-        program = Program("Layer", {"x": graph.x}, {}, {}, lambda i: message(i.src["x"]),
+        program = Program("Layer", {"x": plain(graph).x}, {}, {}, lambda i: message(i.src["x"]),
                           lambda m, i: reduce(m, i.index, i.num_dst))  # fmt: skip
         out = aggregate(program, graph.relation.plan, graph.relation.shards)
         return torch.autograd.grad(out.cos().sum(), parameters, retain_graph=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from looking import plain
 from torch import nn
 
 from shardpass.core.aggregation.sharded_call import aggregate
@@ -46,7 +47,7 @@ def sharded(message, reduce=None, ranks=3, mode="sar", kind="random"):
 
     def work(comm):
         graph = shard_in_memory(GRAPH, owners, comm, Options(mode=mode, chunk_bytes=400))
-        x, e = graph.x.clone().requires_grad_(), graph.edge_attr.clone().requires_grad_()
+        x, e = plain(graph).x.clone().requires_grad_(), plain(graph).edge_attr.clone().requires_grad_()
 
         def of_inputs(i):
             return message(Edges(i.src["x"], i.dst["x"], i.edge["e"], i.edge["w"], i.index, i.num_dst))
@@ -54,7 +55,9 @@ def sharded(message, reduce=None, ranks=3, mode="sar", kind="random"):
         def tail(messages, i):
             return (reduce or add_up)(messages, i.index, i.num_dst)
 
-        program = Program("Layer (convs.0)", {"x": x}, {"x": x}, {"e": e, "w": graph.edge_weight}, of_inputs, tail)
+        program = Program(
+            "Layer (convs.0)", {"x": x}, {"x": x}, {"e": e, "w": plain(graph).edge_weight}, of_inputs, tail
+        )
         out = aggregate(program, graph.relation.plan, graph.relation.shards)
         out.cos().sum().backward()
         return graph.node_ids, graph.edge_ids, out.detach(), x.grad, e.grad
@@ -248,8 +251,8 @@ def test_tables_of_own_nodes_are_indexed_by_destination(num_nodes):
 
     def work(comm):
         graph = shard_in_memory(WholeGraph(num_nodes, edge_index, {"x": x, "t": table}), owners, comm)
-        mine = graph.node["t"]
-        program = Program("T", {"x": graph.x}, {}, {}, lambda i: i.src["x"] * mine[i.index],
+        mine = plain(graph).t
+        program = Program("T", {"x": plain(graph).x}, {}, {}, lambda i: i.src["x"] * mine[i.index],
                           lambda m, i: add_up(m, i.index, i.num_dst))  # fmt: skip
         return graph.node_ids, aggregate(program, graph.relation.plan, graph.relation.shards)
 
@@ -265,7 +268,7 @@ def test_every_rank_is_told():
 
     def work(comm):
         graph = shard_in_memory(GRAPH, owners, comm)
-        program = Program("Layer", {"x": graph.x}, {}, {}, lambda i: i.src["x"].softmax(0),
+        program = Program("Layer", {"x": plain(graph).x}, {}, {}, lambda i: i.src["x"].softmax(0),
                           lambda m, i: add_up(m, i.index, i.num_dst))  # fmt: skip
         try:
             aggregate(program, graph.relation.plan, graph.relation.shards)
@@ -280,7 +283,7 @@ def test_every_rank_is_told():
 def test_the_generator_is_left_as_it_was():
     torch.manual_seed(3)
     graph = run(lambda comm: shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.int64), comm), 1)[0]
-    program = Program("T", {"x": graph.x}, {}, {}, lambda i: i.src["x"] * torch.rand_like(i.src["x"]),
+    program = Program("T", {"x": plain(graph).x}, {}, {}, lambda i: i.src["x"] * torch.rand_like(i.src["x"]),
                       lambda m, i: add_up(m, i.index, i.num_dst))  # fmt: skip
     structure = probe(program, graph.relation.shards, graph.num_own_nodes, {Key("src", "x")})
     before = torch.random.get_rng_state()
