@@ -145,7 +145,7 @@ def test_another_computation_does_not_go_on_from_it(change, tmp_path, monkeypatc
         sp.pyg.wrap(model, comm, check=False)
         if stop:
             model.last.register_forward_pre_hook(stopped)
-        graph.x[-1] *= factor
+        graph.fields_of("node")["x"][-1] *= factor
         sp.infer(model, graph, path, [graph.x], graph, tag=tag)
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="stopped by the test"):

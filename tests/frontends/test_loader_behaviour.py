@@ -359,7 +359,8 @@ def test_half_the_bytes():
     """Rows of other ranks travel as the graph's options say; ids do not change."""
 
     def fn(share, comm):
-        share.node._read["x"] = share.x.float()
+        fields = share.fields_of("node")
+        fields._read["x"] = fields["x"].float()
         return [(b.n_id, b.x) for b in sp.pyg.NeighborLoader(share, [3], batch_size=8)]
 
     x = GRAPH.node["x"].float()

@@ -212,7 +212,7 @@ def run_call(comm: Ranks, work: Work) -> dict[str, Tensor]:
     whole = program.whole()
     graph = shard_in_memory(whole, program.owners(whole.num_nodes), comm, program.options)
     weight = torch.eye(CHANNELS, dtype=torch.float64, requires_grad=True)
-    x = graph.x.clone().requires_grad_()
+    x = graph.fields_of("node")["x"].clone().requires_grad_()
     work.touch()
     out = x @ weight
     for kind in program.layers:

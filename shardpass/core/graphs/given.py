@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor
@@ -11,16 +11,12 @@ from torch import Tensor
 from shardpass.core.following import FollowRows, around_of_fields
 from shardpass.core.ranks import Ranks
 
-if TYPE_CHECKING:
-    from shardpass.core.graphs.graph import ShardedGraph
-    from shardpass.core.graphs.relation import OwnFields
-
 
 class LoadedGraphs:
     """The graphs of a run that are in use."""
 
     def __init__(self) -> None:
-        self.graphs: WeakSet[ShardedGraph] = WeakSet()
+        self.graphs: WeakSet[Any] = WeakSet()
 
 
 def mark_fields(follower: FollowRows, comm: Ranks) -> None:
@@ -61,7 +57,7 @@ class GivenFields(Mapping[str, Tensor]):
         comm: the ranks.
     """
 
-    def __init__(self, fields: OwnFields, comm: Ranks) -> None:
+    def __init__(self, fields: Mapping[str, Tensor], comm: Ranks) -> None:
         self._fields, self._comm = fields, comm
 
     def __getitem__(self, name: str) -> Tensor:
@@ -75,4 +71,4 @@ class GivenFields(Mapping[str, Tensor]):
 
     def listed(self) -> str:
         """The names, for an error message."""
-        return self._fields.listed()
+        return ", ".join(sorted(self)) or "none"

@@ -24,6 +24,7 @@ from shardpass.core.ranks import (
     allocate,
     fail_together,
     ordinary_tensors,
+    plain_of,
     refuse_irregular,
     require_path,
     takes_followed,
@@ -93,7 +94,7 @@ def infer(
     if path.suffix == _TABLE:
         _on_all(comm, lambda: graph.tables.check() if comm.rank == 0 else None)
     with ordinary_tensors():  # what stands for rows counts their changes
-        args = args or (graph.x if graph.is_homogeneous else graph.x_dict, graph)
+        args = torch_private.tree_map(plain_of, args or (graph.x if graph.is_homogeneous else graph.x_dict, graph))
         refuse_unlike(model, comm)  # before what an interrupted run has left is begun anew
         fingerprint = _fingerprint(model, graph, args, tag)
         journal = Journal(path.with_name(f".{path.name}.partial"), comm, fingerprint, progress, Deferral())
