@@ -253,6 +253,7 @@ REFUSED = {
     "a deviation of own rows": lambda t: F.relu(1 - t.z.std(0)).sum(),
     "divided by a mean": lambda t: t.mean((t.z / (t.mean(t.z.abs()) + 1)).tanh()),
     "a penalty in a sum over ranks": lambda t: t.added(t.z.square().sum() + t.model.head.weight.square().sum()),
+    "a sum times one over their number": lambda t: t.z.square().sum() * (1 / t.y.shape[0]),
     "features by their own mean": lambda t: t.loss(t.model(t.x - t.x.mean(0), t.graph)),
     "weights by their own sum": lambda t: t.mean(t.z.square().sum(1) * t.x[:, 0] / t.x[:, 0].sum()),
     "features in another order": lambda t: t.loss(t.model(t.x[torch.arange(len(t.x)).flip(0)], t.graph)),

@@ -45,6 +45,7 @@ from shardpass.core.ranks import (
 from shardpass.errors import RefusedError
 
 _DIVIDES = frozenset("__truediv__ __itruediv__ div div_ divide true_divide".split())
+_MULTIPLIES = frozenset("__mul__ __rmul__ __imul__ mul mul_ multiply".split())
 _NOTE = "shardpass"
 _IN_PLACE = "__iadd__ __isub__ __imul__ __itruediv__ __ipow__ __iand__ __ior__ __ixor__".split()
 _ADDS_ROWS_INTO = frozenset("index_add_ scatter_add_ scatter_reduce_ index_reduce_".split())
@@ -315,6 +316,8 @@ class Around:
         sums = self._sums_in(given) if name in ADDS else None
         if name in _DIVIDES:
             self._check_divisor(*args)
+        elif name in _MULTIPLIES:
+            self._check_factor(*args)
         if any(type(one) not in (Tensor, nn.Parameter) for one in given):
             self.marks.check_result(given)  # what the engine has made, such as the numbers of nodes, knows its rows
             out = func(*args, **kwargs)
@@ -353,6 +356,11 @@ class Around:
 
     def _refused_in(self, tensors: list[Tensor]) -> RefusedError | None:
         return next((self.marks.refused[one] for one in tensors if one in self.marks.refused), None)
+
+    def _check_factor(self, one: Any, other: Any) -> None:
+        for value, factor in ((one, other), (other, one)):
+            if isinstance(factor, float) and 0 < factor < 1 and abs(1 / factor - round(1 / factor)) < 1e-9 / factor:
+                self._check_divisor(value, round(1 / factor))
 
     def _check_divisor(self, value: Any, divisor: Any) -> None:
         """Refuse to divide a sum over own rows by their number, which a script may know from a mask of the graph."""

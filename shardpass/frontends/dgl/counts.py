@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.following import OwnCount, own_of
-from shardpass.core.ranks import torch_private
+from shardpass.core.ranks import FollowedTensor, torch_private
 from shardpass.frontends.dgl.closed import refused
 
 _Number: Any = np.int64  # whose methods are typed too narrowly for ours
@@ -113,6 +113,8 @@ class InDegrees(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, FollowedTensor) for kind in types):
+            return NotImplemented
         degrees, name = args[0] if args else None, getattr(func, "__name__", "")
         with torch_private.DisableTorchFunctionSubclass():
             if not isinstance(degrees, InDegrees) or degrees.any_is_zero is None:
