@@ -202,6 +202,8 @@ class Around:
         name = getattr(func, "__name__", "")
         if name == "__get__" and getattr(func.__self__, "__name__", "") == "grad_fn":
             with torch_private.DisableTorchFunctionSubclass():
+                if args[0].plain.is_leaf:
+                    return None
                 return func(*args)  # what a Function has returned has another one than the tensor that it stands for
         tensors = [leaf for leaf in leaves_of((args, [*kwargs.values()])) if isinstance(leaf, Tensor)]
         near = self._sets_of_followed(tensors)
