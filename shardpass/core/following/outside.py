@@ -1,8 +1,9 @@
-"""Following goes on around the model: what is made of what a wrapped model returned, until its loss is differentiated.
+"""Following goes on around the model: what is made of its results, and of the fields of graphs, until backward.
 
-In a call that is followed, a wrapped model returns tensors of a class whose operations come here. They run on plain
-tensors, and are judged as those within a model are. A rank may look at what it made of its own rows, as scripts do to
-print it. So what would be refused in a model is only noted here, and raised when backward comes to it.
+A followed call returns tensors of a class whose operations come here, and on several ranks a script gets the fields of
+graphs in that form too. Operations run on plain tensors, and are judged as those within a model are. A rank may look at
+what it made of its own rows, as scripts do to print it. So what would be refused in a model is only noted here, and
+raised when backward comes to it.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _held_after_function(out: FollowedOutput, held: tuple[Around, Tensor] | None
 
 
 class Around:
-    """Follows what is made of the results of one call.
+    """Follows what is made of the results of one call, or of the fields of all graphs.
 
     Args:
         functions: followed the call.
@@ -297,6 +298,7 @@ class Around:
         return func(*args, **kwargs)
 
     def _differentiated(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What ``backward`` or ``torch.autograd.grad`` returns. Refuse what may not be differentiated."""
         roots = _tensors_in(args[:1], kwargs.get("outputs"))
         if (refused := self._refused_in(roots)) is not None:
             raise refused
