@@ -13,6 +13,7 @@ import pkgutil
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ class DeviceTensor(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             out = aten.alias(self)
         if not issubclass(DeviceTensor, cls):
-            out.__class__ = type(cls.__name__, (cls, DeviceTensor), {})
+            out.__class__ = _class_on_device(cls)
         return out
 
     def tolist(self) -> Any:
@@ -88,6 +89,12 @@ class DeviceTensor(Tensor):
 
     def __repr__(self) -> str:
         return f"on the device: {self.raw}"
+
+
+@cache
+def _class_on_device(cls: type) -> type:
+    """One class for all tensors of it, as `torch.nn.Parameter` wants."""
+    return type(cls.__name__, (cls, DeviceTensor), {})
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -263,7 +263,7 @@ class Marks:
         if of.is_of_edges:
             return RowSet(of.name, count, of.root, before)
         for place, (known, version, found) in enumerate(self.selections):
-            same = known is mask or (known.shape == mask.shape and torch.equal(known, mask))
+            same = known is mask or (known.shape == mask.shape and torch.equal(known.to(mask.device), mask))
             if same and found.picked_from == before and torch_private.version_of(known) == version:
                 self.selections.insert(0, self.selections.pop(place))
                 return found
