@@ -34,11 +34,10 @@ def run_attention(call: Call, operands: Operands, attention: Attention) -> Forwa
         for run in by_destination(shard, most):
             kept = _kept(call, attention, number, run, values)
             scores.accumulate(state, Piece(shard, run, rows, table, kept))
-    total = state.total.add_(attention.eps)
-    out = state.out.div_(total.unsqueeze(-1).masked_fill(total.unsqueeze(-1) == 0, 1))
-    if (state.top == float("-inf")).any():  # scores of -inf alone give 0 / 0, as their softmax does
-        lost = (state.top == float("-inf")) & (call.degrees() > 0).unsqueeze(-1)
-        out.masked_fill_(lost.unsqueeze(-1), float("nan"))
+    total, isolated = state.total.add_(attention.eps), call.isolated().unsqueeze(-1)
+    # Scores of -inf alone give 0 / 0, as their softmax does. A device waits for nothing here.
+    divisor = total.masked_fill(state.top == float("-inf"), float("nan")).masked_fill_(isolated, 1)
+    out = state.out.div_(divisor.unsqueeze(-1))
     result = ForwardResult(values=counts(call))
     shapes = {k: (call.edges.num_dst, *call.structure.reductions[k].tail) for k in attention.members}
     result.values |= {

@@ -14,7 +14,7 @@ from shardpass.core.aggregation.out_edges import OutEdges
 from shardpass.core.exchange import HaloPlan, WalkId, fetch_blocks
 from shardpass.core.kernels import EdgeRun, gather_rows
 from shardpass.core.ranks import ParameterCopies, is_differentiable, piece_seed, replayed
-from shardpass.core.sharding import Chunk, CopyStreams, EdgeShards, Shard, StreamedShards, to_device
+from shardpass.core.sharding import Chunk, CopyStreams, EdgeShards, Isolated, Shard, StreamedShards, to_device
 from shardpass.core.tracing import Inputs, Key, Program, Sides, State, Structure
 
 
@@ -140,6 +140,11 @@ class Call:
     def degrees(self) -> Tensor:
         """In-degree of each own node, ``[num_dst]`` int64, on the device of node rows."""
         found = self.edges.degrees()
+        return found if self.streamed_to is None else to_device(found, self.streamed_to)
+
+    def isolated(self) -> Tensor:
+        """Which own nodes have no in-edge, ``[num_dst]`` bool, on the device of node rows."""
+        found = self.plan.comm.caches.of(Isolated).of(self.edges)
         return found if self.streamed_to is None else to_device(found, self.streamed_to)
 
     def operands(self, tensors: Sequence[Tensor]) -> Operands:

@@ -46,9 +46,9 @@ def _accumulate(out: Tensor, indptr: Tensor, columns: Tensor, rows: Tensor, weig
         return
     weight = None if weight is None else weight.to(table.dtype)
     most = max(1, CHUNK_BYTES // max(1, target.size(1) * table.itemsize))
-    for first in range(0, target.size(0), most):
+    cuts = [0, *(indptr[most:-1:most].tolist() if most < target.size(0) else ()), columns.numel()]
+    for first, start, stop in zip(range(0, target.size(0), most), cuts, cuts[1:]):
         last = min(first + most, target.size(0))
-        start, stop = int(indptr[first]), int(indptr[last])
         if start == stop:
             if fresh:
                 target[first:last] = 0

@@ -39,8 +39,11 @@ class Chunk(NamedTuple):
 def cut(indptr: Tensor, num_edges: int, max_edges: int) -> list[Chunk]:
     """Chunks of at most `max_edges` of the edges that `indptr` groups; ``low`` and ``high`` are rows of `indptr`.
 
-    A row with more edges is cut as well, since every reduction merges across the cut.
+    A row with more edges is cut as well, since every reduction merges across the cut. One chunk spans all rows, so that
+    nothing is read of `indptr`, which may be on a device.
     """
+    if num_edges <= max_edges:
+        return [Chunk(0, num_edges, 0, indptr.numel() - 1)] if num_edges else []
     starts = torch.arange(0, num_edges, max_edges, dtype=indptr.dtype, device=indptr.device)
     stops = (starts + max_edges).clamp(max=num_edges)
     lows = torch.searchsorted(indptr, starts, right=True, out_int32=indptr.dtype == torch.int32) - 1

@@ -6,6 +6,7 @@ This room sees one piece of edges at a time. It does not communicate and knows n
 from shardpass.core.tracing.edge_trace import (
     HARMLESS_OPS,
     INDEX_OPS,
+    METADATA_OPS,
     SCATTERS,
     SHAPE_OPS,
     EdgeTrace,
@@ -16,7 +17,7 @@ from shardpass.core.tracing.edge_trace import (
 from shardpass.core.tracing.findings import Dependence, Findings
 from shardpass.core.tracing.formula import MOST_TABLES, Formula, Leaf, Step
 from shardpass.core.tracing.linear_maps import EndSide, LinearMap
-from shardpass.core.tracing.probing import probe, sample_inputs, structure_of
+from shardpass.core.tracing.probing import conditions, probe, sample_inputs, structure_of
 from shardpass.core.tracing.program import Inputs, Key, NeedsMessagesError, Program, Side, Sides
 from shardpass.core.tracing.reducers import REDUCERS, Base, Extremum, State, accumulator_dtype, rescale
 from shardpass.core.tracing.rowwise import check_row_wise
@@ -36,6 +37,7 @@ __all__ = [
     "HARMLESS_OPS",
     "INDEX_OPS",
     "KERNEL_FORMS",
+    "METADATA_OPS",
     "MOST_TABLES",
     "REDUCERS",
     "SCATTERS",
@@ -69,6 +71,7 @@ __all__ = [
     "Structure",
     "accumulator_dtype",
     "check_row_wise",
+    "conditions",
     "probe",
     "rescale",
     "sample_inputs",

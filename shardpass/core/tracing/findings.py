@@ -1,16 +1,14 @@
-"""What the calls of a layer found out about its message function, kept for its next calls."""
+"""What the calls of a layer found out about its functions, kept for its next calls."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from shardpass.core.tracing.structure import Structure
-
-MOST_KEPT = 8  # structures of one layer; the least recently used goes first
+MOST_KEPT = 16  # findings of one layer; the least recently used goes first
 
 
 class Dependence(NamedTuple):
@@ -27,12 +25,11 @@ class Dependence(NamedTuple):
 
 class _Kept(NamedTuple):
     tensors: list[weakref.ref[Tensor]]
-    structure: Structure
-    described: str
+    value: Any
 
 
 class Findings:
-    """What is known of the message function of one layer. Its frontend keeps it between calls.
+    """What is known of the functions of one layer. Its frontend keeps it between calls.
 
     Attributes:
         passed: descriptions of structures with which the message function passed the row-wise check.
@@ -44,22 +41,18 @@ class Findings:
         self.declined: set[str] = set()
         self._kept: dict[Hashable, _Kept] = {}
 
-    def find(self, key: Hashable, depends_on: Dependence) -> tuple[Structure, str] | None:
-        """The structure that was kept for an equal `key` and the same dependence, and its description."""
+    def find(self, key: Hashable, depends_on: Dependence) -> Any:
+        """What was kept for an equal `key` and the same dependence, or `None`."""
         kept = self._kept.pop((key, depends_on.values), None)
         if kept is None or not _are(depends_on.tensors, kept.tensors):
             return None
         self._kept[key, depends_on.values] = kept
-        return kept.structure, kept.described
+        return kept.value
 
-    def keep(self, key: Hashable, depends_on: Dependence, structure: Structure, described: str) -> None:
-        """Keep a structure, unless it uses other tensors than those of `depends_on`, or hangs on their numbers."""
-        lasting = {id(tensor) for tensor in depends_on.tensors}
-        used = [*structure.captures, *structure.outside, *(tensor for one in structure.maps for tensor in one.tensors)]
-        if structure.reads_values or not {id(tensor) for tensor in used} <= lasting:
-            return
+    def keep(self, key: Hashable, depends_on: Dependence, value: Any) -> None:
+        """Keep `value`, which hangs on nothing else than `key` and `depends_on`."""
         tensors = [weakref.ref(tensor) for tensor in depends_on.tensors]
-        self._kept[key, depends_on.values] = _Kept(tensors, structure, described)
+        self._kept[key, depends_on.values] = _Kept(tensors, value)
         if len(self._kept) > MOST_KEPT:
             del self._kept[next(iter(self._kept))]
 

@@ -234,12 +234,6 @@ class ProbeTrace(EdgeTrace):
             if plain(inner).op == "reduced":
                 self.used_otherwise.add(plain(inner).args[0])
 
-    def reduction_of(self, tensor: Tensor) -> int | None:
-        """The number of the reduction whose values `tensor` holds, a row per destination, or None."""
-        expr = self._expr(tensor)
-        whole = expr.op == "reduced" and not self.is_tampered and tensor.dim() and tensor.size(0) == self.phase.num_dst
-        return expr.args[0] if whole else None
-
     def _expr(self, tensor: Tensor) -> Expr:
         """What `tensor` is made of."""
         found, node = self._exprs.get(id(tensor), (None, None))

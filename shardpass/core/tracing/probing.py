@@ -21,6 +21,7 @@ from shardpass.core.following import user_line
 from shardpass.core.ranks import get_random_state, has_drawn, is_differentiable, torch_private
 from shardpass.core.sharding import EdgeShards, to_device
 from shardpass.core.tracing.edge_trace import tensors_in, transform_refusal
+from shardpass.core.tracing.findings import Dependence
 from shardpass.core.tracing.formula import Formula, formula_of
 from shardpass.core.tracing.probe_trace import EVERYTHING, Origin, ProbeTrace, Seen
 from shardpass.core.tracing.program import Inputs, Key, Program
@@ -70,18 +71,25 @@ def structure_of(
 
     Args and errors: as in `probe`.
     """
-    key = _conditions(program, edges, num_own_src, needs_grad)
-    known = None if program.depends_on is None or key is None else program.findings.find(key, program.depends_on)
+    key, depends_on = conditions(program, edges, num_own_src, needs_grad), program.depends_on
+    known = None if depends_on is None or key is None else program.findings.find(key, depends_on)
     if known is not None:
-        return known
+        return known  # type: ignore[no-any-return]
     structure = probe(program, edges, num_own_src, needs_grad)
     described = structure.describe()
-    if program.depends_on is not None and key is not None:
-        program.findings.keep(key, program.depends_on, structure, described)
+    if depends_on is not None and key is not None and _uses_only(structure, depends_on):
+        program.findings.keep(key, depends_on, (structure, described))
     return structure, described
 
 
-def _conditions(program: Program, edges: EdgeShards, num_own_src: int, needs_grad: Collection[Key]) -> Hashable | None:
+def _uses_only(structure: Structure, depends_on: Dependence) -> bool:
+    """Whether a structure uses no other tensors than those of `depends_on`, and does not hang on their numbers."""
+    lasting = {id(tensor) for tensor in depends_on.tensors}
+    used = [*structure.captures, *structure.outside, *(tensor for one in structure.maps for tensor in one.tensors)]
+    return not structure.reads_values and {id(tensor) for tensor in used} <= lasting
+
+
+def conditions(program: Program, edges: EdgeShards, num_own_src: int, needs_grad: Collection[Key]) -> Hashable | None:
     """What a probe depends on besides `Program.depends_on`; None where a mode of the user's may change anything."""
     if any(not type(mode).__module__.startswith("shardpass.") for mode in torch_private.function_modes()):
         return None
@@ -193,7 +201,6 @@ def _structure(program: Program, traced: _Traced, needs_grad: Collection[Key], r
         attention=attention,
         mix=captures[score.mix].detach() if isinstance(score, MixedScore) else None,
         reads_values=trace.reads_values,
-        returned=_returned(program, traced, reductions),
         maps=trace.linear_maps(),
         unread=_unread(program, traced),
         formula=formula,
@@ -255,16 +262,6 @@ def _closed(reductions: list[Reduction], program: Program) -> list[Reduction]:
     )
     general, _, _ = GENERAL
     return [r if alone or not is_wider(r) else replace(r, form=general, source="", weight="") for r in reductions]
-
-
-def _returned(program: Program, traced: _Traced, reductions: Sequence[Reduction]) -> int | None:
-    """The reduction that the node function returns as it is, where calling it has no other effect."""
-    result = traced.result
-    if program.depends_on is None or result is None or program.node_dim % max(1, result.dim()):
-        return None
-    k = traced.trace.reduction_of(result)
-    is_same = k is not None and (result.shape[1:], result.dtype) == (reductions[k].tail, reductions[k].dtype)
-    return k if is_same else None
 
 
 def _attention(

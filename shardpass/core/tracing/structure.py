@@ -131,7 +131,6 @@ class Structure:
         attention: the attention that the whole program is, if it is one.
         mix: the tensor of its `MixedScore`, detached. `captures` is empty where gradients are off.
         reads_values: Python has read numbers of a tensor made outside, such as a parameter, which may change.
-        returned: the reduction that the node function returns as it is, or None if it computes something of its own.
         maps: the linear maps of rows of the ends that can be applied to nodes instead of to edges.
         unread: the inputs on which nothing depends.
         formula: the messages of all reductions but counts, where they are computed channel by channel.
@@ -154,7 +153,6 @@ class Structure:
     attention: Attention | None
     mix: Tensor | None
     reads_values: bool = False
-    returned: int | None = None
     maps: tuple[LinearMap, ...] = ()
     unread: frozenset[Hashable] = frozenset()
     formula: Formula | None = None

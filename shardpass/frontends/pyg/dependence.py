@@ -95,6 +95,6 @@ class _State:
         is_function = kind in (FunctionType, BuiltinFunctionType)
         if is_function and (value.__module__ or "torch").partition(".")[0] in _LIBRARIES:
             return value
-        if kind.__name__ in ("dict", "OrderedDict") and not value:
-            return kind
+        if kind.__name__ in ("dict", "OrderedDict") and all(type(key) is str for key in value):  # hooks have numbers
+            return (kind, *((key, self.of(one)) for key, one in value.items()))
         raise _UnknownError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,9 +64,9 @@ class Frozen:
             setattr(self._conv, name, tensor)
             del self._left[name]
 
-    def poison(self, name: str) -> None:
-        """Put stand-ins where a message function stored tensors on the layer: they would hold the last few edges."""
-        for key in sorted(self._left):
+    def poison(self, name: str, stored: Collection[str]) -> None:
+        """Put stand-ins where a message function stores tensors on the layer: they would hold the last few edges."""
+        for key in sorted(stored):
             reason = f"{name}: `{key}`, set inside message(), is not available on a sharded graph: it would hold "
             remedy = "the last few edges only. Return it beside the message, as a tuple, and take both in aggregate()"
             setattr(self._conv, key, Poison.make(reason + remedy))

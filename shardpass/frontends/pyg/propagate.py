@@ -50,7 +50,6 @@ class ShardedMessagePassing:
         self._findings: dict[bool, Findings] = {}
         self._hooks: list[int] = []
         self._others = frozenset([*vars(nn.Module()), "propagate", "edge_updater"])
-        self._stores = False  # a message function has stored a tensor on the layer
         self._keeps_messages = "edge_index" in conv.inspector.get_param_dict("aggregate")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -109,8 +108,10 @@ class ShardedMessagePassing:
         program = Program(
             self.name, arguments.src, arguments.dst, arguments.edge, function.message, function.reduce, conv.node_dim,
             findings=self._present_findings(), watch=partial(_note_fused, list(lazy.values())),
-            depends_on=None if self._stores or held else dependence_of(conv, arguments, lazy, self._others),
+            depends_on=None if held else dependence_of(conv, arguments, lazy, self._others),
         )  # fmt: skip
+        stores = None if program.depends_on is None else program.findings.find("stores", program.depends_on)
+        depends_on, program.depends_on = program.depends_on, None if stores is None else program.depends_on
         if edge_index.flow is not None:
             edge_index.flow.note(self.name, plan.comm, arguments.src)
         arguments.src, arguments.dst = {}, {}  # these are inputs of the call; held here they would live until backward
@@ -126,8 +127,10 @@ class ShardedMessagePassing:
                     kwargs,
                 )
             function.release()
-            self._stores |= bool(frozen.stored())
-            frozen.poison(self.name)
+            stored = frozenset(frozen.stored()).union(stores or ())
+            if stores is None and depends_on is not None:
+                program.findings.keep("stores", depends_on, stored)
+            frozen.poison(self.name, stored)
             return conv.update(out, **self._collected("update", edge_index, plan, kwargs))
 
         return LazySums.make(compute) if self._is_mapped_next() else compute()
