@@ -8,74 +8,99 @@ a row per edge outlives a chunk. A `Scores` computes the scores, in closed form 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from shardpass.core.aggregation.call import Call, ForwardResult, Operands
+from shardpass.core.aggregation.execute import Later, Part, Push, Rows, execute
 from shardpass.core.aggregation.forward import counts
-from shardpass.core.aggregation.gradients import Gradients, Returned
+from shardpass.core.aggregation.gradients import Gradients
 from shardpass.core.aggregation.scores import Piece, scores_of
 from shardpass.core.kernels import Outer, RowRun, SoftmaxState, by_destination, by_source, dropout_factors
 from shardpass.core.ranks import piece_seed
-from shardpass.core.sharding import EdgeShards, Transposes
+from shardpass.core.sharding import EdgeShards, Shard, Transposes
 from shardpass.core.tracing import Attention
 from shardpass.errors import InternalError
 
 
 def run_attention(call: Call, operands: Operands, attention: Attention) -> ForwardResult:
     """The reductions of a message function that is one attention. Collective; runs without gradients."""
-    values = operands.src[attention.value]
-    width = _numel(values) // attention.heads
-    state = SoftmaxState.fresh(call.edges.num_dst, attention.heads, width, values)
-    scores = scores_of(call, operands, attention)
-    most = chunk_edges(call, attention, operands, scores.in_one_loop)
-    for number, shard, rows in call.walk(operands, _fetched(call, attention)):
-        table = rows[attention.value].reshape(-1, attention.heads, width) if rows else values
-        for run in by_destination(shard, most):
-            kept = _kept(call, attention, number, run, values)
-            scores.accumulate(state, Piece(shard, run, rows, table, kept))
-    total, isolated = state.total.add_(attention.eps), call.isolated().unsqueeze(-1)
-    # Scores of -inf alone give 0 / 0, as their softmax does. A device waits for nothing here.
-    divisor = total.masked_fill(state.top == float("-inf"), float("nan")).masked_fill_(isolated, 1)
-    out = state.out.div_(divisor.unsqueeze(-1))
-    result = ForwardResult(values=counts(call))
-    shapes = {k: (call.edges.num_dst, *call.structure.reductions[k].tail) for k in attention.members}
-    result.values |= {
-        attention.maximum: state.top.view(shapes[attention.maximum]),
-        attention.total: total.view(shapes[attention.total]),
-        attention.output: out.view(shapes[attention.output]),
-    }
-    result.states = {attention.maximum: [state.top + total.log()]}
-    return result
+    part = _Softmax(call, operands, attention)
+    execute(Push(call, operands), part)
+    return part.result()
 
 
-def attention_gradients(
-    call: Call, operands: Operands, attention: Attention, out: Tensor, log_sum: Tensor, gradients: Gradients
-) -> None:
-    """Add the gradients of an attention to `gradients`. Collective."""
-    heads, names = attention.heads, _fetched(call, attention)
-    width = _numel(out) // heads
-    grad, delta = gradient_and_delta(call, attention, out, gradients)
-    outer = Outer(grad, delta, log_sum)
-    scores = scores_of(call, operands, attention)
-    most = chunk_edges(call, attention, operands, scores.in_one_loop)
-    one_by_one = bool(attention.dropout) or not scores.in_one_loop
-    returned = Returned(call, gradients, names)
-    reached, transposes = attention.output in gradients.reached, call.plan.comm.caches.of(Transposes)
-    for number, shard, rows in call.walk(operands, names):
-        with returned.shard(number) as into:
-            table = rows[attention.value].reshape(-1, heads, width) if rows else grad[:0]
-            is_wanted = attention.value in into
-            target = into[attention.value].view_as(table) if is_wanted else torch.zeros_like(table)
-            lacks_dst = False
-            for run in by_source(shard, transposes, most, one_by_one) if reached else ():
-                kept = _kept(call, attention, number, run, grad)
-                gradients.ran = True
-                lacks_dst |= scores.adjoint(Piece(shard, run, rows, table, kept), outer, target, into, gradients)
-        for run in by_destination(shard, most) if lacks_dst else ():  # while the gradients of sources travel
-            kept = _kept(call, attention, number, run, grad)
-            scores.adjoint_of_dst(Piece(shard, run, rows, table, kept), outer, gradients)
-    returned.finish()
+class _Softmax(Part):
+    """An online softmax."""
+
+    def __init__(self, call: Call, operands: Operands, attention: Attention) -> None:
+        self.call, self.attention = call, attention
+        self.values = operands.src[attention.value]
+        self.width = _numel(self.values) // attention.heads
+        self.state = SoftmaxState.fresh(call.edges.num_dst, attention.heads, self.width, self.values)
+        self.scores = scores_of(call, operands, attention)
+        self.most = chunk_edges(call, attention, operands, self.scores.in_one_loop)
+        self.reads = call.structure.sources_of(list(attention.members))
+
+    def add(self, number: int, shard: Shard, rows: Rows, into: Rows) -> None:
+        table = rows[self.attention.value].reshape(-1, self.attention.heads, self.width) if rows else self.values
+        for run in by_destination(shard, self.most):
+            kept = _kept(self.call, self.attention, number, run, self.values)
+            self.scores.accumulate(self.state, Piece(shard, run, rows, table, kept))
+
+    def result(self) -> ForwardResult:
+        """What forward found."""
+        call, attention, state = self.call, self.attention, self.state
+        total, isolated = state.total.add_(attention.eps), call.isolated().unsqueeze(-1)
+        # Scores of -inf alone give 0 / 0, as their softmax does. A device waits for nothing here.
+        divisor = total.masked_fill(state.top == float("-inf"), float("nan")).masked_fill_(isolated, 1)
+        out = state.out.div_(divisor.unsqueeze(-1))
+        result = ForwardResult(values=counts(call))
+        shapes = {k: (call.edges.num_dst, *call.structure.reductions[k].tail) for k in attention.members}
+        result.values |= {
+            attention.maximum: state.top.view(shapes[attention.maximum]),
+            attention.total: total.view(shapes[attention.total]),
+            attention.output: out.view(shapes[attention.output]),
+        }
+        result.states = {attention.maximum: [state.top + total.log()]}
+        return result
+
+
+class AttentionAdjoint(Part):
+    """The gradients of an attention."""
+
+    def __init__(
+        self, call: Call, operands: Operands, attention: Attention, out: Tensor, log_sum: Tensor, gradients: Gradients
+    ) -> None:
+        self.call, self.attention, self.gradients = call, attention, gradients
+        self.grad, delta = gradient_and_delta(call, attention, out, gradients)
+        self.outer = Outer(self.grad, delta, log_sum)
+        self.scores = scores_of(call, operands, attention)
+        self.most = chunk_edges(call, attention, operands, self.scores.in_one_loop)
+        self.one_by_one = bool(attention.dropout) or not self.scores.in_one_loop
+        self.reads = self.returns = call.structure.sources_of(list(attention.members))
+        self.is_reached = attention.output in gradients.reached
+        self.transposes = call.plan.comm.caches.of(Transposes)
+
+    def add(self, number: int, shard: Shard, rows: Rows, into: Rows) -> Later:
+        table = rows[self.attention.value].reshape(-1, *self.grad.shape[1:]) if rows else self.grad[:0]
+        is_wanted = self.attention.value in into
+        target = into[self.attention.value].view_as(table) if is_wanted else torch.zeros_like(table)
+        lacks_dst = False
+        for run in by_source(shard, self.transposes, self.most, self.one_by_one) if self.is_reached else ():
+            self.gradients.ran = True
+            piece = self._piece(number, shard, rows, table, run)
+            lacks_dst |= self.scores.adjoint(piece, self.outer, target, into, self.gradients)
+        return partial(self._add_to_dst, number, shard, rows, table) if lacks_dst else None
+
+    def _add_to_dst(self, number: int, shard: Shard, rows: Rows, table: Tensor) -> None:
+        for run in by_destination(shard, self.most):
+            self.scores.adjoint_of_dst(self._piece(number, shard, rows, table, run), self.outer, self.gradients)
+
+    def _piece(self, number: int, shard: Shard, rows: Rows, table: Tensor, run: RowRun) -> Piece:
+        return Piece(shard, run, rows, table, _kept(self.call, self.attention, number, run, self.grad))
 
 
 def gradient_and_delta(call: Call, attention: Attention, out: Tensor, gradients: Gradients) -> tuple[Tensor, Tensor]:
@@ -105,10 +130,6 @@ def dropout_of_edges(edges: EdgeShards, seed: int, like: Tensor, p: float) -> Te
 
 def _numel(tensor: Tensor) -> int:
     return tensor.new_empty((1, *tensor.shape[1:])).numel()
-
-
-def _fetched(call: Call, attention: Attention) -> list[str]:
-    return call.structure.sources_of(list(attention.members))
 
 
 def chunk_edges(call: Call, attention: Attention, operands: Operands, in_one_loop: bool) -> int:

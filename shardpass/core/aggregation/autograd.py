@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardpass.core.aggregation.attention import attention_gradients, run_attention
+from shardpass.core.aggregation.attention import AttentionAdjoint, run_attention
 from shardpass.core.aggregation.backward import run_backward
 from shardpass.core.aggregation.call import Call, ForwardResult, Operands
+from shardpass.core.aggregation.execute import Push, execute
 from shardpass.core.aggregation.forward import run_forward
 from shardpass.core.aggregation.gradients import Gradients, needed_values, zero_gradients
 from shardpass.core.aggregation.pull import pull_attention, pull_copies
@@ -87,8 +88,11 @@ def _add_gradients(call: Call, operands: Operands, results: ForwardResult, into:
         return  # frozen, and of constant inputs: autograd comes here because of the token, on every rank
     if attention is not None:
         (log_sum,) = results.states[attention.maximum]
-        add_gradients = attention_gradients if call.pull is None else pull_attention
-        add_gradients(call, operands, attention, results.values[attention.output], log_sum, into)
+        given = call, operands, attention, results.values[attention.output], log_sum, into
+        if call.pull is None:
+            execute(Push(call, operands, into), AttentionAdjoint(*given))
+        else:
+            pull_attention(*given)
     elif call.pull is not None:
         pull_copies(call, into)
     else:

@@ -1,13 +1,14 @@
-"""The backward loop: from the deepest reductions up, fetching blocks and running the message function again."""
+"""Backward: from the deepest reductions up, by the adjoint of what forward computed of the edges."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from shardpass.core.aggregation.call import Call, EdgePiece, ForwardResult, Operands
-from shardpass.core.aggregation.formulas import FormulaPass, is_by_formula
+from shardpass.core.aggregation.execute import Part, Push, Rows, execute
+from shardpass.core.aggregation.formulas import FormulaAdjoints, is_by_formula
 from shardpass.core.aggregation.forward import ONLY
-from shardpass.core.aggregation.gradients import Gradients, Returned, is_linear
+from shardpass.core.aggregation.gradients import Gradients, is_linear
 from shardpass.core.aggregation.rerun import GradientRun
 from shardpass.core.kernels import edge_dot, gather_extremum_transposed, gather_sum_transposed, shares_of_edges
 from shardpass.core.sharding import Chunk, Shard, Transposes
@@ -27,16 +28,23 @@ def run_backward(call: Call, operands: Operands, results: ForwardResult, gradien
                 gradients.reductions[k] = call.plan.comm.all_reduce(gradients.reductions[k], "sum", call.label)
                 gradients.reached.add(k)
         to_edges = structure.edge_output and structure.edge_depth == depth and structure.edge_differentiable
+        part: Part
         if all(structure.reductions[k].form in KERNEL_FORMS for k in members) and not to_edges:
-            _KernelPass(call, operands, results, members, gradients).run()
+            part = _KernelAdjoints(call, operands, results, members, gradients)
+            if part.has_nothing_to_do:
+                continue
         elif is_by_formula(call, operands):
-            FormulaPass(call, operands, results, members, gradients).run()
+            part = FormulaAdjoints(call, operands, results, members, gradients)
         else:
-            _MessagePass(call, operands, results, members, depth, to_edges, gradients).run()
+            part = _MessageAdjoints(call, operands, results, members, depth, to_edges, gradients)
+        execute(Push(call, operands, gradients), part)
 
 
-class _KernelPass:
-    """One walk over the blocks for reductions of copies of source rows: transposed kernels give their gradients."""
+class _KernelAdjoints(Part):
+    """Reductions of copies of source rows: transposed kernels give their gradients.
+
+    Gradients of sums need no source rows, so these are fetched for weights and extrema alone.
+    """
 
     def __init__(
         self, call: Call, operands: Operands, results: ForwardResult, members: list[int], gradients: Gradients
@@ -46,6 +54,13 @@ class _KernelPass:
         self.shares = {k: self._share(k, reduction, results) for k, reduction in self.reductions.items()}
         self.writes_first, self.transposes = is_linear(call), call.plan.comm.caches.of(Transposes)
         self.written: set[tuple[int, str]] = set()  # blocks and sources whose gradients were begun
+        self.max_edges = call.chunk_edges(operands)
+        self.returns = sorted({r.source for r in self.reductions.values()})
+        weighted = {r.source for r in self.reductions.values() if r.weight in gradients.edge}
+        compared = {r.source for k, r in self.reductions.items() if self.shares[k] is not None}
+        self.reads = sorted(weighted | compared)
+        is_wanted = any(call.canonical[name] in gradients.src for name in self.returns)
+        self.has_nothing_to_do = not weighted and not is_wanted
 
     def _share(self, k: int, reduction: Reduction, results: ForwardResult) -> Tensor | None:
         """What each tie of an extremum gets of the gradient; `None` for sums."""
@@ -55,24 +70,13 @@ class _KernelPass:
         grad = self.gradients.reductions[k]
         return reducer.share(results.states[k], results.values[k], grad, reduction.base).to(reduction.dtype)
 
-    def run(self) -> None:
-        """Collective. Gradients of sums need no source rows, so these are fetched for weights and extrema alone."""
-        call, reductions = self.call, self.reductions.values()
-        returned = Returned(call, self.gradients, sorted({r.source for r in reductions}))
-        weighted = {r.source for r in reductions if r.weight in self.gradients.edge}
-        if not weighted and not returned.names:
-            return
-        compared = {r.source for k, r in self.reductions.items() if self.shares[k] is not None}
-        max_edges = call.chunk_edges(self.operands)
-        for number, shard, rows in call.walk(self.operands, sorted(weighted | compared)):
-            self.gradients.ran |= shard.num_edges > 0
-            with returned.shard(number, zeroed=not self.writes_first) as into:
-                for k, reduction in self.reductions.items():
-                    if reduction.source in into:
-                        self._add_to_sources(k, reduction, number, shard, rows, into[reduction.source])
-                    if reduction.weight in self.gradients.edge and k in self.gradients.reached:
-                        self._add_to_weights(k, reduction, shard, rows, max_edges)
-        returned.finish()
+    def add(self, number: int, shard: Shard, rows: Rows, into: Rows) -> None:
+        self.gradients.ran |= shard.num_edges > 0
+        for k, reduction in self.reductions.items():
+            if reduction.source in into:
+                self._add_to_sources(k, reduction, number, shard, rows, into[reduction.source])
+            if reduction.weight in self.gradients.edge and k in self.gradients.reached:
+                self._add_to_weights(k, reduction, shard, rows, self.max_edges)
 
     def _add_to_sources(
         self, k: int, reduction: Reduction, number: int, shard: Shard, rows: dict[str, Tensor], into: Tensor
@@ -104,8 +108,8 @@ class _KernelPass:
         shard.put(into, old + found.reshape(old.shape))
 
 
-class _MessagePass:
-    """One walk over the blocks for the reductions of one depth: the message function, differentiated by chunks."""
+class _MessageAdjoints(Part):
+    """The reductions of one depth: the message function, differentiated by chunks."""
 
     def __init__(
         self,
@@ -119,20 +123,14 @@ class _MessagePass:
     ) -> None:
         self.call, self.operands, self.results = call, operands, results
         self.members, self.depth, self.to_edges, self.gradients = members, depth, to_edges, gradients
+        self.reads = self.returns = call.structure.sources_of(members, with_edges=to_edges)
+        self.is_reached = (to_edges and gradients.edges is not None) or bool(gradients.reached & {*members})
+        self.max_edges = call.chunk_edges(operands)
 
-    def run(self) -> None:
-        """Collective."""
-        call, gradients = self.call, self.gradients
-        names = call.structure.sources_of(self.members, with_edges=self.to_edges)
-        is_reached = (self.to_edges and gradients.edges is not None) or bool(gradients.reached & {*self.members})
-        returned = Returned(call, gradients, names)
-        max_edges = call.chunk_edges(self.operands)
-        for number, shard, rows in call.walk(self.operands, names):
-            with returned.shard(number) as into:
-                for chunk in shard.chunks(max_edges) if is_reached else ():
-                    gradients.ran = True
-                    self._differentiate(number, shard, chunk, rows, into)
-        returned.finish()
+    def add(self, number: int, shard: Shard, rows: Rows, into: Rows) -> None:
+        for chunk in shard.chunks(self.max_edges) if self.is_reached else ():
+            self.gradients.ran = True
+            self._differentiate(number, shard, chunk, rows, into)
 
     def _differentiate(
         self, number: int, shard: Shard, chunk: Chunk, rows: dict[str, Tensor], into: dict[str, Tensor]
@@ -182,7 +180,7 @@ class _MessagePass:
 class BackwardPhase:
     """Notes the messages of the reductions being differentiated; shallower ones are known and given as leaves."""
 
-    def __init__(self, owner: _MessagePass, chunk: Chunk) -> None:
+    def __init__(self, owner: _MessageAdjoints, chunk: Chunk) -> None:
         self.num_dst, self.offset, self.whole_dst = chunk.high - chunk.low, chunk.low, owner.call.edges.num_dst
         self._reductions = owner.call.structure.reductions
         self._window = slice(chunk.low, chunk.high)

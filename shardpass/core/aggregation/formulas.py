@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from shardpass.core.aggregation.call import Call, ForwardResult, Operands
-from shardpass.core.aggregation.gradients import Gradients, Returned
+from shardpass.core.aggregation.execute import Part, Rows
+from shardpass.core.aggregation.gradients import Gradients
 from shardpass.core.kernels import (
     FormulaEdges,
     FormulaLoop,
@@ -74,16 +75,7 @@ class _Tables:
         return captures[leaf.number]
 
 
-def run_formula(call: Call, operands: Operands, members: list[int], result: ForwardResult) -> None:
-    """Reduce the messages of one stage. Collective."""
-    stage = _FormulaStage(call, operands, members, result)
-    for _, shard, rows in call.walk(operands, call.structure.sources_of(members)):
-        stage.tables.of_block(rows)
-        for run in by_destination(shard, _most_edges(call)):
-            stage.reduce(shard, run)
-
-
-class _FormulaStage:
+class FormulaStage(Part):
     """The reductions of one stage. Those that follow a maximum are reduced once it is known for a chunk."""
 
     def __init__(self, call: Call, operands: Operands, members: list[int], result: ForwardResult) -> None:
@@ -92,12 +84,18 @@ class _FormulaStage:
         self.tables, self.states = _Tables(call, operands, result.values), result.states
         self.leaders = {k: leader for k in members if (leader := reductions[k].leader) is not None}
         ops, dtype = {k: reductions[k].op for k in members}, reductions[members[0]].dtype
+        self.reads, self.most = call.structure.sources_of(members), _most_edges(call)
         leading = [k for k in members if k not in self.leaders]
         self.first, self.after = (
             FormulaLoop(formula.only(part), self.tables.constant, ops, dtype) for part in (leading, list(self.leaders))
         )
 
-    def reduce(self, shard: Shard, run: RowRun) -> None:
+    def add(self, number: int, shard: Shard, rows: Rows, into: Rows) -> None:
+        self.tables.of_block(rows)
+        for run in by_destination(shard, self.most):
+            self._reduce(shard, run)
+
+    def _reduce(self, shard: Shard, run: RowRun) -> None:
         """Take the edges of a run into the states."""
         low, high = run.bounds.low, run.bounds.high
         tops = {leader: self.states[leader][0][low:high] for leader in self.leaders.values()}
@@ -120,8 +118,8 @@ class _FormulaStage:
         self.after.run(edges, rows, states)
 
 
-class FormulaPass:
-    """One walk over the blocks for the reductions of one depth: the formula of their gradients."""
+class FormulaAdjoints(Part):
+    """The reductions of one depth: the formula of their gradients."""
 
     def __init__(
         self, call: Call, operands: Operands, results: ForwardResult, members: list[int], gradients: Gradients
@@ -141,6 +139,15 @@ class FormulaPass:
             else:
                 self.tables.keep(Leaf("grad", number=k), grad)
         self.own = {leaf: self._zeros(leaf) for leaf in self._outputs() if leaf.kind in ("reduced", "outside")}
+        self.reads = self.returns = call.structure.sources_of(members)
+        self.most, self.transposes, self.has_run = _most_edges(call), call.plan.comm.caches.of(Transposes), False
+        of_src = [leaf for leaf in self._outputs() if leaf.kind == "src" and torch.get_num_threads() > 1]
+        of_dst = [leaf for leaf in self._outputs() if leaf not in of_src]
+        self.reads_edges = any(leaf.kind == "edge" for leaf in self.formula.only(of_src).leaves)
+        self.by_dst, self.by_src = (
+            FormulaLoop(self.formula.only(part), self.tables.constant, {}, self.dtype) if part else None
+            for part in (of_dst, of_src)
+        )
 
     def _is_wanted(self, leaf: Leaf) -> bool:
         """Whether a leaf needs a gradient."""
@@ -161,31 +168,28 @@ class FormulaPass:
         captured = self.operands.captures[leaf.number]
         return captured.new_zeros((torch.get_num_threads(), captured.numel()))
 
-    def run(self) -> None:
-        """Collective."""
-        call, gradients = self.call, self.gradients
-        names = call.structure.sources_of(self.members)
-        returned, transposes = Returned(call, gradients, names), call.plan.comm.caches.of(Transposes)
-        most, has_run = _most_edges(call), False
-        of_src = [leaf for leaf in self._outputs() if leaf.kind == "src" and torch.get_num_threads() > 1]
-        of_dst = [leaf for leaf in self._outputs() if leaf not in of_src]
-        reads_edges = any(leaf.kind == "edge" for leaf in self.formula.only(of_src).leaves)
-        by_dst, by_src = (
-            FormulaLoop(self.formula.only(part), self.tables.constant, {}, self.dtype) for part in (of_dst, of_src)
-        )
-        for number, shard, rows in call.walk(self.operands, names):
-            self.tables.of_block(rows)
-            with returned.shard(number) as into:
-                target = partial(self._target, into)
-                for run in by_destination(shard, most) if of_dst else ():
-                    by_dst.run(_edges_of(shard, run), self.tables.rows, target)
-                for run in by_source(shard, transposes, most, reads_edges) if of_src else ():
-                    by_src.run(_edges_of(shard, run, is_by_source=True), self.tables.rows, target)
-                has_run |= shard.num_edges > 0 and bool(gradients.reached.intersection(self.members))
-        returned.finish()
-        gradients.ran |= has_run
-        if has_run:
-            self._add_own()
+    def add(self, number: int, shard: Shard, rows: Rows, into: Rows) -> None:
+        self.tables.of_block(rows)
+        target = partial(self._target, into)
+        if self.by_dst is not None:
+            for run in by_destination(shard, self.most):
+                self.by_dst.run(_edges_of(shard, run), self.tables.rows, target)
+        if self.by_src is not None:
+            for run in by_source(shard, self.transposes, self.most, self.reads_edges):
+                self.by_src.run(_edges_of(shard, run, is_by_source=True), self.tables.rows, target)
+        self.has_run |= shard.num_edges > 0 and bool(self.gradients.reached.intersection(self.members))
+
+    def finish(self) -> None:
+        """Add the gradients of reductions and captures, now that all edges have been seen."""
+        gradients = self.gradients
+        gradients.ran |= self.has_run
+        for leaf, found in self.own.items() if self.has_run else ():
+            number = leaf.number
+            if leaf.kind == "reduced":
+                gradients.reductions[number] = gradients.reductions[number] + found
+                gradients.reached.add(number)
+            else:
+                gradients.add_capture(number, found.sum(0).view(self.operands.captures[number].shape))
 
     def _target(self, into: dict[str, Tensor], leaf: int | Leaf) -> State:
         """What the gradient of a leaf is added to."""
@@ -194,17 +198,6 @@ class FormulaPass:
             return [into[leaf.name]]
         key = _input(leaf)
         return [self.own[leaf] if key is None else self.gradients.touch(key)]
-
-    def _add_own(self) -> None:
-        """Add the gradients of reductions and captures, now that all edges have been seen."""
-        gradients = self.gradients
-        for leaf, found in self.own.items():
-            number = leaf.number
-            if leaf.kind == "reduced":
-                gradients.reductions[number] = gradients.reductions[number] + found
-                gradients.reached.add(number)
-            else:
-                gradients.add_capture(number, found.sum(0).view(self.operands.captures[number].shape))
 
 
 def _input(leaf: Leaf) -> Key | None:

@@ -1,4 +1,4 @@
-"""The forward loop: stage by stage, block by block, chunk by chunk. Mathematics, no buffers."""
+"""Forward: the reductions of a call, stage by stage. Mathematics, no buffers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from shardpass.core.aggregation.call import Call, EdgePiece, ForwardResult, Operands
-from shardpass.core.aggregation.formulas import is_by_formula, run_formula
+from shardpass.core.aggregation.execute import Part, Push, Rows, execute
+from shardpass.core.aggregation.formulas import FormulaStage, is_by_formula
 from shardpass.core.aggregation.rerun import run_again
 from shardpass.core.kernels import gather_extremum, gather_sum, take_extremum
-from shardpass.core.sharding import HOST, Chunk
+from shardpass.core.sharding import HOST, Chunk, Shard
 from shardpass.core.tracing import KERNEL_FORMS, REDUCERS, Base, State, StopPass, accumulator_dtype, rescale
 from shardpass.errors import DivergenceError
 
@@ -29,12 +30,15 @@ def run_forward(call: Call, operands: Operands) -> ForwardResult:
             shape = call.edges.num_edges, *(structure.edge_tail or ())  # some edges may be left out
             place = call.plan.comm.device if call.streamed_to is None else HOST
             result.edges = torch.zeros(shape, dtype=structure.edge_dtype, device=place)
+        part: Part | None = None
         if by_kernels:
-            _run_kernels(call, operands, members, result)
+            part = _KernelSums(call, operands, members, result)
         elif members and is_by_formula(call, operands):
-            run_formula(call, operands, members, result)
+            part = FormulaStage(call, operands, members, result)
         elif members or to_edges:
-            _run_messages(call, operands, members, stage, to_edges, result)
+            part = _Messages(call, operands, members, stage, to_edges, result)
+        if part is not None:
+            execute(Push(call, operands), part)
         _finish_values(call, members, result)
     return result
 
@@ -86,30 +90,41 @@ def _merge_ranks(call: Call, k: int, state: State) -> None:
         part.copy_(value)
 
 
-def _run_kernels(call: Call, operands: Operands, members: list[int], result: ForwardResult) -> None:
-    reductions = call.structure.reductions
-    only_sums = all(reductions[k].form != "extremum" for k in members)
-    for number, shard, rows in call.walk(operands, call.structure.sources_of(members), placed=only_sums):
-        for k in members:
-            state, source = result.states[k], rows[reductions[k].source]
-            if reductions[k].form == "extremum":
-                gather_extremum(reductions[k].op, state, shard, source)
+class _KernelSums(Part):
+    """Reductions of copies of source rows, by kernels."""
+
+    def __init__(self, call: Call, operands: Operands, members: list[int], result: ForwardResult) -> None:
+        self.call, self.operands, self.members, self.states = call, operands, members, result.states
+        self.reads = call.structure.sources_of(members)
+        self.takes_placed = all(call.structure.reductions[k].form != "extremum" for k in members)
+
+    def add(self, number: int, shard: Shard, rows: Rows, into: Rows) -> None:
+        for k in self.members:
+            reduction, state = self.call.structure.reductions[k], self.states[k]
+            if reduction.form == "extremum":
+                gather_extremum(reduction.op, state, shard, rows[reduction.source])
                 continue
-            weights = call.weights(operands, shard, reductions[k].weight)
-            gather_sum(state[0], shard, source, weights, fresh=number == 0)
+            weights = self.call.weights(self.operands, shard, reduction.weight)
+            gather_sum(state[0], shard, rows[reduction.source], weights, fresh=number == 0)
 
 
-def _run_messages(
-    call: Call, operands: Operands, members: list[int], stage: int, to_edges: bool, result: ForwardResult
-) -> None:
-    names = call.structure.sources_of(members, with_edges=to_edges)
-    max_edges = call.chunk_edges(operands)
-    for number, shard, rows in call.walk(operands, names):
-        for chunk in shard.chunks(max_edges):
-            phase = ForwardPhase(call, chunk, stage, None if to_edges else max(members), result)
-            inputs = call.inputs(operands, EdgePiece.of_chunk(shard, chunk), rows)
-            generator = call.generator(number, chunk.start)
-            run = run_again(call, inputs, phase, (number, chunk.start), generator)
+class _Messages(Part):
+    """The reductions of one stage, or the edge result, by the message function, run on chunks of edges."""
+
+    def __init__(
+        self, call: Call, operands: Operands, members: list[int], stage: int, to_edges: bool, result: ForwardResult
+    ) -> None:
+        self.call, self.operands, self.stage, self.result = call, operands, stage, result
+        self.to_edges, self.last = to_edges, None if to_edges else max(members)
+        self.reads = call.structure.sources_of(members, with_edges=to_edges)
+        self.max_edges = call.chunk_edges(operands)
+
+    def add(self, number: int, shard: Shard, rows: Rows, into: Rows) -> None:
+        call = self.call
+        for chunk in shard.chunks(self.max_edges):
+            phase = ForwardPhase(call, chunk, self.stage, self.last, self.result)
+            inputs = call.inputs(self.operands, EdgePiece.of_chunk(shard, chunk), rows)
+            run = run_again(call, inputs, phase, (number, chunk.start), call.generator(number, chunk.start))
             if run.message is None:
                 continue
             if call.program.aggregate is not None or run.num_reductions != len(call.structure.reductions):
@@ -118,9 +133,9 @@ def _run_messages(
                     f"{run.num_reductions} reductions on some edges and {len(call.structure.reductions)} on others; a "
                     f"Python branch depends on the data of a few edges"
                 )
-            if to_edges:
-                assert result.edges is not None
-                shard.put(result.edges, run.message, chunk)
+            if self.to_edges:
+                assert self.result.edges is not None
+                shard.put(self.result.edges, run.message, chunk)
 
 
 def _take(op: str, state: State, values: Tensor, index: Tensor) -> None:

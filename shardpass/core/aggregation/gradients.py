@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from shardpass.core.aggregation.call import Call, Operands
-from shardpass.core.exchange import GradientReturn
+from shardpass.core.exchange import GradientReturn, HaloPlan, WalkId
+from shardpass.core.sharding import EdgeShards
 from shardpass.core.tracing import REDUCERS, Key, Sides
 
 
@@ -113,15 +114,19 @@ def zero_gradients(
 
 
 class Returned:
-    """Where the source gradients of each block go: those of own rows into the result, others back to their owners."""
+    """Where the gradients of each block's rows go: those of own rows into the result, others back to their owners.
 
-    def __init__(self, call: Call, gradients: Gradients, names: list[str]) -> None:
-        wanted = {call.canonical[name] for name in names} & set(gradients.src)
-        self.names = sorted(wanted)
-        self._alias = {name: call.canonical[name] for name in names if call.canonical[name] in wanted}
-        self._own = [gradients.src[name] for name in self.names]
-        self._return = GradientReturn(call.plan, self._own, call.next_walk())
-        self._edges, self._position, self._zeroed = call.edges, 0, True
+    Args:
+        plan, edges: by which the rows came.
+        own: where the gradients of own rows are added, by name.
+        alias: the names that a part uses, with those in `own`.
+        walk: identifies the messages.
+    """
+
+    def __init__(self, plan: HaloPlan, edges: EdgeShards, own: dict[str, Tensor], alias: dict[str, str], walk: WalkId):
+        self._own, self._alias, self._edges = own, alias, edges
+        self._return = GradientReturn(plan, [*own.values()], walk)
+        self._position, self._zeroed = 0, True
 
     def shard(self, number: int, zeroed: bool = True) -> Returned:
         """Itself, to be entered for a shard. The gradients of halo rows start from zero if `zeroed`."""
@@ -129,9 +134,9 @@ class Returned:
         return self
 
     def __enter__(self) -> dict[str, Tensor]:
-        into = self._own if self._position == 0 else self._return.buffers(self._position, self._zeroed)
-        by_name = dict(zip(self.names, into))
-        return {name: by_name[canonical] for name, canonical in self._alias.items()}
+        into = [*self._own.values()] if self._position == 0 else self._return.buffers(self._position, self._zeroed)
+        by_name = dict(zip(self._own, into))
+        return {name: by_name[of] for name, of in self._alias.items()}
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is None and self._position > 0:

@@ -20,9 +20,10 @@ from torch import Tensor
 from shardpass.core.aggregation.agreement import Offer
 from shardpass.core.aggregation.attention import chunk_edges, gradient_and_delta
 from shardpass.core.aggregation.call import Call, Operands
+from shardpass.core.aggregation.execute import Part, Pull, Rows, execute
 from shardpass.core.aggregation.gradients import Gradients, is_linear
 from shardpass.core.aggregation.out_edges import OutEdges, count_out_edges
-from shardpass.core.exchange import GradientReturn, HaloPlan, Packing, fetch_blocks, shares_all_rows
+from shardpass.core.exchange import HaloPlan, Packing, shares_all_rows
 from shardpass.core.kernels import (
     ClosedScores,
     Outer,
@@ -35,6 +36,9 @@ from shardpass.core.kernels import (
 from shardpass.core.ranks import digest
 from shardpass.core.sharding import EdgeShards, Shard, Transposes
 from shardpass.core.tracing import Attention, Key, MixedScore, Program, Structure
+
+_OF_DST = "of destination"
+"""What scores are made of at a destination."""
 
 
 @dataclass(frozen=True)
@@ -135,13 +139,24 @@ def _out_edges(call: Call) -> tuple[HaloPlan, EdgeShards]:
 def pull_copies(call: Call, gradients: Gradients) -> None:
     """Add the gradients of the sources of sums of copies to `gradients`. Collective."""
     reverse, edges = _out_edges(call)
-    names, linear = _copied(call), is_linear(call)
-    published = [_published(call, name, gradients) for name in names]
+    part = _CopyAdjoints(_copied(call), gradients, is_linear(call))
     gradients.ran |= any(shard.num_edges for shard in call.edges.shards)
-    for position, _, rows in fetch_blocks(reverse, published, call.next_walk(), placed=True):
-        for name, table in zip(names, rows):
-            for number in edges.numbers(position):
-                gather_sum(gradients.src[name], edges.shards[number], table, None, fresh=linear and number == 0)
+    published = {name: _published(call, name, gradients) for name in part.reads}
+    execute(Pull(call, reverse, edges, published, {}), part)
+
+
+class _CopyAdjoints(Part):
+    """The gradients of copies of the own sources, by name."""
+
+    takes_placed = True
+
+    def __init__(self, names: list[str], gradients: Gradients, is_linear: bool) -> None:
+        self.reads, self.gradients, self.is_linear = names, gradients, is_linear
+
+    def add(self, number: int, shard: Shard, rows: Rows, into: Rows) -> None:
+        for name in self.reads:
+            fresh = self.is_linear and number == 0
+            gather_sum(self.gradients.src[name], shard, rows[name], None, fresh=fresh)
 
 
 def _published(call: Call, name: str, gradients: Gradients) -> Tensor:
@@ -168,27 +183,21 @@ def pull_attention(
     grad, delta = gradient_and_delta(call, attention, out, gradients)
     reached = attention.output in gradients.reached
     log_sum = log_sum.view_as(delta) if reached else torch.full_like(delta, float("inf"))  # all weights are 0
-    side = _SourceSide(call, operands, attention, gradients)
-    published = [grad, delta, log_sum, operands[key].reshape(-1, *side.tail)]
-    to_dst = torch.zeros_like(published[-1], memory_format=torch.contiguous_format)
-    returned = GradientReturn(reverse, [to_dst] if key in gradients else [], call.next_walk())
-    for position, _, rows in fetch_blocks(reverse, published, call.next_walk()):
-        into = [to_dst] if position == 0 else returned.buffers(position)
-        for number in edges.numbers(position) if not bool((rows[2] == float("inf")).all()) else ():
-            if edges.shards[number].num_edges:
-                side.add(edges.shards[number], rows, into[0] if into else None)
-        if position > 0:
-            returned.send(position)
-    returned.finish()
-    side.finish()
+    part = _AttentionAtSources(call, operands, attention, gradients)
+    known = [grad, delta, log_sum, operands[key].reshape(-1, *part.tail)]
+    to_dst = torch.zeros_like(known[-1], memory_format=torch.contiguous_format)
+    own = {_OF_DST: to_dst} if key in gradients else {}
+    execute(Pull(call, reverse, edges, dict(zip(part.reads, known)), own), part)
     if reached and any(shard.num_edges for shard in call.edges.shards):
         gradients.ran = True
         if key in gradients:
             gradients.touch(key).add_(to_dst.view_as(gradients[key]))
 
 
-class _SourceSide:
-    """The own sources of an attention, and their gradients."""
+class _AttentionAtSources(Part):
+    """The gradients of the own sources of an attention. It reads what destinations publish."""
+
+    reads = ["grad", "delta", "log_sum", _OF_DST]
 
     def __init__(self, call: Call, operands: Operands, attention: Attention, gradients: Gradients) -> None:
         score, mix, heads = attention.score, call.structure.mix, attention.heads
@@ -212,25 +221,22 @@ class _SourceSide:
         found = self.gradients.src.get(name)
         return torch.zeros_like(like) if found is None else found.view_as(like)
 
-    def add(self, shard: Shard, rows: list[Tensor], to_dst: Tensor | None) -> None:
-        """Add the gradients of the out-edges into one block of destinations.
-
-        Args:
-            shard: whose order is that of the own sources, as if they were destinations.
-            rows: what the destinations publish: gradient, delta, log-sum-exp, and what their scores are made of.
-            to_dst: where the gradient of the last of these is added; `None` if nobody wants it.
-        """
-        *known, of_dst = rows
+    def add(self, number: int, shard: Shard, rows: Rows, into: Rows) -> None:
+        """See `Part.add`. The order of `shard` is that of the own sources, as if they were destinations."""
+        *known, of_dst = (rows[name] for name in self.reads)
         outer = Outer(*known)
+        if not shard.num_edges or bool((outer.log_sum == float("inf")).all()):
+            return
         if self.mix is not None and self._grad_mix is None:
             self._grad_mix = torch.zeros_like(self.mix)
         of = ClosedScores(self.score, self.of_source, of_dst.contiguous(), self.mix, None)
+        to_dst = into.get(_OF_DST)
         target = torch.zeros_like(of_dst) if to_dst is None else to_dst
-        into = ScoreGradients(self._grad_source, target, self._grad_mix)
+        to = ScoreGradients(self._grad_source, target, self._grad_mix)
         most = max(1, shard.num_edges) if self.in_one_loop else self.chunk_edges
         lacks_dst = False
         for run in by_destination(shard, most):
-            lacks_dst |= fused.adjoint(run, of, self.values, outer, self._grad_values, into)
+            lacks_dst |= fused.adjoint(run, of, self.values, outer, self._grad_values, to)
         if lacks_dst and to_dst is not None:
             for run in by_source(shard, self.transposes, most, one_by_one=False):
                 fused.adjoint_of_dst(run, of, self.values, outer, to_dst)

@@ -1,0 +1,109 @@
+"""Layers whose node function is written down in one call and repeated in the next: as exact in the third call."""
+
+import pytest
+import torch
+
+pytest.importorskip("torch_geometric")
+
+from torch_geometric import nn as gnn
+
+import shardpass as sp
+from shardpass.core.aggregation.node_steps import NodeSteps
+from shardpass.errors import RefusedError
+from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
+
+GRAPH = awkward_graph(channels=6)
+DEGREES = torch.bincount(torch.bincount(GRAPH.edge_index[1], minlength=GRAPH.num_nodes))
+PNA = ["mean", "max", "std"], ["identity", "attenuation"], DEGREES
+LAYERS = {
+    "sum": lambda: gnn.GraphConv(6, 6),
+    "mean": lambda: gnn.SAGEConv(6, 6),
+    "largest": lambda: gnn.SAGEConv(6, 6, aggr="max"),
+    "several": lambda: gnn.SAGEConv(6, 6, aggr=["mean", "std", "min"]),
+    "learned": lambda: gnn.SAGEConv(6, 6, aggr=gnn.SoftmaxAggregation(learn=True)),
+    "scaled": lambda: gnn.PNAConv(6, 6, *PNA),
+    "attention": lambda: gnn.TransformerConv(6, 3, heads=2),
+}
+COUNT = 5
+
+
+class Changing(torch.nn.Module):
+    """Writes into what its layer returned, which must not reach what the engine keeps."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.layer = make()
+
+    def forward(self, x, edge_index):
+        return self.layer(x, edge_index).mul_(2)
+
+
+def steps(model, x, edge_index, total):
+    """The losses of some steps, with other features in each, and the gradients of the last one."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+    for number in range(COUNT):
+        optimizer.zero_grad()
+        model.train(number % 2 == 0)
+        loss = total(torch.tanh(model(x * (1 + number / 10), edge_index)).square())
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return losses, [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def of_rank(comm, make, state):
+    graph = shard_in_memory(GRAPH, assignments(GRAPH.num_nodes, comm.size, GRAPH.edge_index)["random"], comm)
+    model = Changing(make).double()
+    model.load_state_dict(state)
+    sp.pyg.wrap(model, comm)
+    return steps(model, graph.x, graph, lambda rows: sp.sum(rows, None, comm).sum())
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("size", [1, 3])
+def test_many_calls(name, size):
+    torch.manual_seed(0)
+    model = Changing(LAYERS[name]).double()
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    losses, gradients = steps(model, GRAPH.node["x"], GRAPH.edge_index, torch.sum)
+    for found, of_parameters in sp.spawn(of_rank, size, args=(LAYERS[name], state)):
+        assert found == pytest.approx(losses, rel=1e-9)
+        for one, other in zip(of_parameters, gradients):
+            torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+
+
+def repeated(comm, change):
+    """Whether the last call of a layer repeated the steps of an earlier one, after a `change` of the layer."""
+    graph = shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.int64), comm)
+    layer = sp.pyg.wrap(gnn.SAGEConv(6, 6).double(), comm)
+    for _ in range(3):  # the first two are followed
+        layer(graph.x, graph)
+    run, calls = NodeSteps.run, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NodeSteps, "run", lambda *given: calls.append(1) or run(*given))
+        change(layer)
+        layer(graph.x, graph)
+    return bool(calls)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_repeated"),
+    [
+        (lambda layer: None, True),
+        (lambda layer: setattr(layer.aggr_module, "threshold", 2.0), False),
+        (lambda layer: layer.aggr_module.register_forward_hook(lambda *_: None), False),
+        (lambda layer: layer.register_aggregate_forward_hook(lambda *_: None), False),
+        (lambda layer: setattr(layer, "aggr_module", gnn.MaxAggregation()), False),
+    ],
+)
+def test_what_has_changed_is_run_again(change, is_repeated):
+    assert repeated(sp.connect("local"), change) == is_repeated
+
+
+def test_what_a_message_stores_is_refused_in_every_call():
+    comm = sp.connect("local")
+    graph = shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.int64), comm)
+    layer = sp.pyg.wrap(gnn.TransformerConv(6, 6).double(), comm)
+    for _ in range(5):
+        with pytest.raises(RefusedError, match="`_alpha`, set inside message"):
+            layer(graph.x, graph, return_attention_weights=True)
