@@ -183,9 +183,6 @@ class TensorFile:
 
         Args:
             mapped: give views of the mapped file, whose pages are in memory from then on, in place of copies.
-
-        Raises:
-            StoreError: after the last block, when the bytes differ from the record. The error names the file.
         """
         digest, info = hashlib.sha256(), self._infos[key]
         count, step = math.prod(info.shape), _BLOCK_BYTES // info.dtype.itemsize
@@ -198,11 +195,7 @@ class TensorFile:
         self._compare(digest.hexdigest(), self.record.tensors[key], f"the tensor {key!r}")
 
     def verified(self, key: str) -> Tensor:
-        """A tensor whose memory is the file's, after its bytes have been checked against the record.
-
-        Raises:
-            StoreError: when they differ. The error names the file.
-        """
+        """A tensor whose memory is the file's, after its bytes have been checked against the record."""
         for _ in self.blocks(key, mapped=True):
             pass
         return self.tensor(key)

@@ -44,9 +44,6 @@ class EdgesByPart:
 
     counts: the number of edges into the nodes of each part.
     halo_rows, inner: of each part that was given out here, the number of its halo rows, and of the edges within it.
-
-    Raises:
-        ValueError: when the disk has no room for the temporary files.
     """
 
     def __init__(self, graph: RawGraph, layout: Layout, edge_type: EdgeType, budget: Budget) -> None:
