@@ -9,11 +9,12 @@ from typing import Annotated, Any, Literal
 
 import torch
 import typer
+from rich.console import Console
 
 import shardpass as sp
 from shardpass.cli.black_box import read_black_boxes
 from shardpass.cli.config import TrainConfig
-from shardpass.cli.console import told_in_words
+from shardpass.cli.console import Steps, told_in_words
 from shardpass.cli.demo.stages import run_demo
 from shardpass.cli.diagnosis import diagnose
 from shardpass.cli.doctor import run_doctor
@@ -23,9 +24,7 @@ from shardpass.cli.launch import Backend, run_ranks, starts_threads
 from shardpass.cli.models import Dtype, ModelConfig, ModelName
 from shardpass.cli.new import write_script
 from shardpass.cli.partitioning import PartitionConfig, partition_rank, read_source
-from shardpass.cli.plan_chart import draw_plan
-from shardpass.cli.plan_page import plan_page
-from shardpass.cli.planning import as_json, estimates_told, graph_of, prepare_files, ranks_for, title_of
+from shardpass.cli.planning import as_json, draw_plan, graph_of, plan_page, prepare_files, ranks_for, title_of
 from shardpass.cli.proof.prove import prove_rank
 from shardpass.cli.restarts import train_with_restarts
 from shardpass.cli.training import train_rank
@@ -80,49 +79,30 @@ def partition(
         ),
     ],
     output: Annotated[Path, typer.Argument(help="The directory to write.")],
-    parts: Annotated[
-        int | None, typer.Option(help="The most ranks that can use the store (default: 4; of a .json its own).")
-    ] = None,
-    method: Annotated[
-        str, typer.Option(help="kaminpar (the graph may be larger than memory), metis, random or range.")
-    ] = "kaminpar",
+    parts: Annotated[int | None, typer.Option(help="Ranks at most (default: 4; of a .json its own).")] = None,
+    method: Annotated[str, typer.Option(help="kaminpar (for any size), metis, random or range.")] = "kaminpar",
     seed: Annotated[int, typer.Option(help="Of the partitioner.")] = 0,
     assignment: Annotated[Path | None, typer.Option(help="An .npy with the part of each node, instead.")] = None,
-    node_weights: Annotated[
-        Path | None,
-        typer.Option(
-            help="An .npy with what parts balance. By default that is the bytes of each node and its in-edges."
-        ),
-    ] = None,
+    node_weights: Annotated[Path | None, typer.Option(help="An .npy of what parts balance (default: bytes).")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace a store that is there already.")] = False,
-    features: Annotated[
-        Path | None, typer.Option(help="Edge lists: .npy, .parquet or .csv of features, a row per node.")
-    ] = None,
+    features: Annotated[Path | None, typer.Option(help="Edge lists: .npy, .parquet or .csv, a row per node.")] = None,
     labels: Annotated[Path | None, typer.Option(help="Edge lists: .npy of class ids, -1 for unlabelled.")] = None,
     train_mask: Mask = None,
     val_mask: Mask = None,
     test_mask: Mask = None,
     weights: Annotated[Path | None, typer.Option(help="Edge lists: .npy of edge weights.")] = None,
     num_nodes: Annotated[int | None, typer.Option(help="Edge lists without features, labels and masks.")] = None,
-    names: Annotated[
-        bool, typer.Option("--names", help="Edge lists: ids are names, strings or any integers. --nodes implies it.")
-    ] = False,
-    nodes: Annotated[
-        Path | None, typer.Option(help="Edge lists: .parquet or .csv with ids, features, label, split of each node.")
-    ] = None,
+    names: Annotated[bool, typer.Option("--names", help="Edge lists: ids are names, as --nodes implies.")] = False,
+    nodes: Annotated[Path | None, typer.Option(help="Edge lists: a table of ids, features, label, split.")] = None,
     node_id: Annotated[str | None, typer.Option(help="The column of ids in --nodes, or a field of names.")] = None,
     label: Annotated[str | None, typer.Option(help="The column of labels in --nodes (default: y or label).")] = None,
     src: Annotated[str | None, typer.Option(help="With names: the column of sources (default: src).")] = None,
     dst: Annotated[str | None, typer.Option(help="With names: the column of destinations (default: dst).")] = None,
     drop: Annotated[list[str] | None, typer.Option(help="Leave out this field (may be repeated).")] = None,
     threads: Annotated[int, typer.Option(help="kaminpar: with more than 1, the parts differ from run to run.")] = 1,
-    memory: Annotated[
-        float, typer.Option(help="Files: GiB for edges on each rank; the rest goes through temporary files.")
-    ] = 1.0,
+    memory: Annotated[float, typer.Option(help="Files: GiB for edges on each rank, before temporary files.")] = 1.0,
     backend: BackendName = "auto",
-    ranks: Annotated[
-        int | None, typer.Option(min=1, help="Files: ranks to start here that share the work, or of the launcher.")
-    ] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Files: ranks to start here, or of the launcher.")] = None,
 ) -> None:
     """Cut a graph into parts and write them to a directory.
 
@@ -187,9 +167,7 @@ def train(
     mask_prefix: Annotated[str, typer.Option(help="Before train_mask, val_mask and test_mask in field names.")] = "",
     split: Annotated[int, typer.Option(help="The column of masks that have one per split.")] = 0,
     eval_every: Annotated[int, typer.Option(min=1, help="Epochs between two evaluations.")] = 1,
-    patience: Annotated[
-        int, typer.Option(min=0, help="End after so many epochs without a better validation accuracy; 0: do not.")
-    ] = 0,
+    patience: Annotated[int, typer.Option(min=0, help="Epochs without a better accuracy; 0: no end.")] = 0,
     # torchrun takes --log, even after the program's name, for an abbreviation of its own options
     log: Annotated[str, typer.Option("--log", "--log-file", help="JSON lines; - shows them and nothing else.")] = "",
     log_csv: Annotated[str, typer.Option(help="A table with a row per epoch.")] = "",
@@ -226,29 +204,20 @@ def train(
 
 @app.command()
 def plan(
-    store: Annotated[
-        Path | None, typer.Argument(help="A directory that `shardpass partition` wrote; or give --nodes, --edges.")
-    ] = None,
+    store: Annotated[Path | None, typer.Argument(help="A store; or give --nodes and --edges.")] = None,
     nodes: Annotated[str | None, typer.Option(help="Nodes of a graph known by its counts, as in 111M.")] = None,
     edges: Annotated[str | None, typer.Option(help="Its edges, as in 3.2B.")] = None,
     features: Annotated[int, typer.Option(help="Its feature channels.")] = 128,
     classes: Annotated[int, typer.Option(help="Its classes.")] = 2,
-    cut: Annotated[
-        float | None, typer.Option(help="Its fraction of cut edges (default: that of a random partition).")
-    ] = None,
-    halo: Annotated[
-        float | None, typer.Option(help="Its halo rows per own node (default: those of random edges).")
-    ] = None,
+    cut: Annotated[float | None, typer.Option(help="Its fraction of cut edges (default: random parts).")] = None,
+    halo: Annotated[float | None, typer.Option(help="Its halo rows per own node (default: random edges).")] = None,
     model: Annotated[ModelName, typer.Option(help="As in `train`.")] = "sage",
     layers: Layers = 2,
     hidden: Hidden = 64,
     heads: Heads = 4,
     dropout: Dropout = 0.0,
     batch_norm: BatchNorm = False,
-    ranks: Annotated[
-        list[int] | None,
-        typer.Option(min=1, help="A number of ranks (may be repeated; default: 1, 2, 4 and 8, up to the parts)."),
-    ] = None,
+    ranks: Annotated[list[int] | None, typer.Option(min=1, help="May be repeated (default: 1, 2, 4, 8).")] = None,
     mode: Annotated[list[str], typer.Option(help="A mode (may be repeated).")] = ["sar", "keep", "halo"],  # noqa: B006
     budget: Annotated[str | None, typer.Option(help="Bytes per rank, as in 6GiB.")] = None,
     ranks_per_host: Annotated[int, typer.Option(min=1, help="Ranks on one host, which share its memory.")] = 1,
@@ -264,16 +233,11 @@ def plan(
         built = config.build(*known_sizes(graph))
         torch.set_num_threads(1)  # dry runs are small
         modes: list[Any] = mode  # which the planner checks
-        with estimates_told() as told:
+        with Steps(Console(stderr=True, highlight=False)) as steps:
             planned = sp.plan(
-                built,
-                graph,
-                ranks or ranks_for(graph),
-                modes,
-                budget=budget,
-                ranks_per_host=ranks_per_host,
-                progress=told,
-            )
+                built, graph, ranks or ranks_for(graph), modes, budget=budget, ranks_per_host=ranks_per_host,
+                progress=partial(steps.tell, "estimates"),
+            )  # fmt: skip
         print(as_json(planned) if json else planned)
         if plot is not None:
             draw_plan(planned, title_of(config, graph), plot)
@@ -284,12 +248,8 @@ def plan(
 @app.command()
 def infer(
     store: StoreFolder,
-    output: Annotated[
-        Path, typer.Argument(help="A row per node, in the original order: .npy, or .parquet with your own ids.")
-    ],
-    weights: Annotated[
-        Path, typer.Option(exists=True, help="A checkpoint of `train`, or a state_dict: .pt, .safetensors.")
-    ],
+    output: Annotated[Path, typer.Argument(help="A row per node in the original order: .npy; .parquet with ids.")],
+    weights: Annotated[Path, typer.Option(exists=True, help="Of `train`, or a state_dict: .pt, .safetensors.")],
     model: Annotated[str, typer.Option(help="As in `train`, or FILE.py:FUNCTION that makes it of the graph.")] = "sage",
     layers: Layers = 2,
     hidden: Hidden = 64,
