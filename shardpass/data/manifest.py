@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from shardpass.core.ranks import COUNT, mismatch, refuse_irregular, tells_of_full_disk
+from shardpass.core.ranks import COUNT, TensorInfo, mismatch, refuse_irregular, tells_of_full_disk
 from shardpass.data.raw import FIELD_DTYPES, EdgeType, NodeType, Scalar
-from shardpass.data.tensor_file import FileRecord, TensorInfo
+from shardpass.data.tensor_file import FileRecord
 from shardpass.errors import StoreError
 
 FORMAT = "shardpass store"
