@@ -10,11 +10,12 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 import shardpass as sp
 from shardpass.cli.black_box import read_black_boxes
 from shardpass.cli.config import TrainConfig
-from shardpass.cli.console import Steps, told_in_words
+from shardpass.cli.console import Steps, fail, sentence
 from shardpass.cli.demo.stages import run_demo
 from shardpass.cli.diagnosis import diagnose
 from shardpass.cli.doctor import run_doctor
@@ -29,9 +30,26 @@ from shardpass.cli.proof.prove import prove_rank
 from shardpass.cli.restarts import train_with_restarts
 from shardpass.cli.training import train_rank
 from shardpass.core.ranks import Mode
+from shardpass.errors import shows_tracebacks
 from shardpass.planning.sizes import known_sizes
 
+
+class Commands(TyperGroup):
+    """The commands, whose errors end them with one sentence. With ``SHARDPASS_DEBUG=1`` they keep their tracebacks."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (typer.Exit, typer.Abort):
+            raise
+        except Exception as error:
+            if shows_tracebacks() or hasattr(error, "format_message"):  # what typer itself refuses
+                raise
+            fail(sentence(error))
+
+
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -112,11 +130,10 @@ def partition(
     beside = {"features": features, "labels": labels, "weights": weights, "num_nodes": num_nodes}
     tables = {"nodes": nodes, "node_id": node_id, "label": label, "src": src, "dst": dst}
     options: dict[str, Any] = {"method": method, "seed": seed, "overwrite": overwrite, "threads": threads}
-    with told_in_words():
-        read = partial(read_source, input, drop or (), masks, names, tables, **beside)
-        options["memory_bytes"] = int(memory * 2**30)
-        config = PartitionConfig(read, output, parts, assignment, node_weights, options)
-        run_ranks(partition_rank, config, backend, ranks, timeout=_LONGEST_WAIT)
+    read = partial(read_source, input, drop or (), masks, names, tables, **beside)
+    options["memory_bytes"] = int(memory * 2**30)
+    config = PartitionConfig(read, output, parts, assignment, node_weights, options)
+    run_ranks(partition_rank, config, backend, ranks, timeout=_LONGEST_WAIT)
 
 
 @app.command()
@@ -128,10 +145,9 @@ def inspect(
     mask: Annotated[str, typer.Option(help="With --layers: the node field of the wanted nodes.")] = "train_mask",
 ) -> None:
     """Show what a store holds and what its partition costs."""
-    with told_in_words():
-        run_inspect(store, ranks, verify)
-        if layers is not None:
-            run_inspect_layers(store, ranks, mask, layers)
+    run_inspect(store, ranks, verify)
+    if layers is not None:
+        run_inspect_layers(store, ranks, mask, layers)
 
 
 @app.command()
@@ -140,8 +156,7 @@ def new(
     dgl: Annotated[bool, typer.Option("--dgl", help="For DGL in place of PyG.")] = False,
 ) -> None:
     """Write a training script with comments, to start your own from."""
-    with told_in_words():
-        print(write_script(file, dgl))
+    print(write_script(file, dgl))
 
 
 @app.command()
@@ -185,21 +200,20 @@ def train(
     For a model of your own, `shardpass new` writes a script. Start this one alone, with --ranks N, or under
     `mpirun -n N` or `torchrun --nproc-per-node N --no-python`.
     """
-    with told_in_words():
-        if profile and backend == "auto" and starts_threads(backend, ranks):
-            backend = "processes"  # threads have one profiler, which traces one of them
-        config = TrainConfig(
-            model, layers, hidden, heads, dropout, batch_norm, dtype, edge_weight,
-            store=str(store), epochs=epochs, lr=lr, weight_decay=weight_decay, mode=mode, memory_budget=memory_budget,
-            seed=seed, mask_prefix=mask_prefix, split=split, eval_every=eval_every, patience=patience, log=log,
-            log_csv=log_csv, tensorboard=tensorboard, plot=plot, best=best, checkpoint=checkpoint,
-            checkpoint_every=checkpoint_every, resume=resume, threads=threads, profile=profile,
-            shared_process=not restarts and starts_threads(backend, ranks),
-        )  # fmt: skip
-        if restarts:
-            train_with_restarts(config, backend, ranks, restarts)
-        else:
-            run_ranks(train_rank, config, backend, ranks)
+    if profile and backend == "auto" and starts_threads(backend, ranks):
+        backend = "processes"  # threads have one profiler, which traces one of them
+    config = TrainConfig(
+        model, layers, hidden, heads, dropout, batch_norm, dtype, edge_weight,
+        store=str(store), epochs=epochs, lr=lr, weight_decay=weight_decay, mode=mode, memory_budget=memory_budget,
+        seed=seed, mask_prefix=mask_prefix, split=split, eval_every=eval_every, patience=patience, log=log,
+        log_csv=log_csv, tensorboard=tensorboard, plot=plot, best=best, checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every, resume=resume, threads=threads, profile=profile,
+        shared_process=not restarts and starts_threads(backend, ranks),
+    )  # fmt: skip
+    if restarts:
+        train_with_restarts(config, backend, ranks, restarts)
+    else:
+        run_ranks(train_rank, config, backend, ranks)
 
 
 @app.command()
@@ -226,23 +240,22 @@ def plan(
     page: Annotated[Path | None, typer.Option(help="Write an HTML page with sliders for ranks and budget.")] = None,
 ) -> None:
     """Estimate the peak memory per rank of each mode and number of ranks, before anything runs."""
-    with told_in_words():
-        graph = graph_of(store, nodes, edges, features, classes, cut, halo)
-        prepare_files(plot, page)
-        config = ModelConfig(model, layers, hidden, heads, dropout, batch_norm)
-        built = config.build(*known_sizes(graph))
-        torch.set_num_threads(1)  # dry runs are small
-        modes: list[Any] = mode  # which the planner checks
-        with Steps(Console(stderr=True, highlight=False)) as steps:
-            planned = sp.plan(
-                built, graph, ranks or ranks_for(graph), modes, budget=budget, ranks_per_host=ranks_per_host,
-                progress=partial(steps.tell, "estimates"),
-            )  # fmt: skip
-        print(as_json(planned) if json else planned)
-        if plot is not None:
-            draw_plan(planned, title_of(config, graph), plot)
-        if page is not None:
-            page.write_text(plan_page(planned, title_of(config, graph)), encoding="utf-8")
+    graph = graph_of(store, nodes, edges, features, classes, cut, halo)
+    prepare_files(plot, page)
+    config = ModelConfig(model, layers, hidden, heads, dropout, batch_norm)
+    built = config.build(*known_sizes(graph))
+    torch.set_num_threads(1)  # dry runs are small
+    modes: list[Any] = mode  # which the planner checks
+    with Steps(Console(stderr=True, highlight=False)) as steps:
+        planned = sp.plan(
+            built, graph, ranks or ranks_for(graph), modes, budget=budget, ranks_per_host=ranks_per_host,
+            progress=partial(steps.tell, "estimates"),
+        )  # fmt: skip
+    print(as_json(planned) if json else planned)
+    if plot is not None:
+        draw_plan(planned, title_of(config, graph), plot)
+    if page is not None:
+        page.write_text(plan_page(planned, title_of(config, graph)), encoding="utf-8")
 
 
 @app.command()
@@ -266,12 +279,11 @@ def infer(
     tag: Annotated[str, typer.Option(help="Any text: a run does not continue one with another tag.")] = "",
 ) -> None:
     """Write a trained model's output for every node. A run that was ended goes on where it stood."""
-    with told_in_words():
-        config = InferConfig(
-            model, layers, hidden, heads, 0.0, batch_norm, dtype, edge_weight, store=str(store), output=str(output),
-            weights=str(weights), frontend=frontend, mode=mode, threads=threads, overwrite=overwrite, tag=tag,
-        )  # fmt: skip
-        run_ranks(infer_rank, config, backend, ranks)
+    config = InferConfig(
+        model, layers, hidden, heads, 0.0, batch_norm, dtype, edge_weight, store=str(store), output=str(output),
+        weights=str(weights), frontend=frontend, mode=mode, threads=threads, overwrite=overwrite, tag=tag,
+    )  # fmt: skip
+    run_ranks(infer_rank, config, backend, ranks)
 
 
 @app.command()
@@ -282,8 +294,7 @@ def doctor(
     """Say what is installed, and try every way to run several ranks. With files: say which rank failed, and where."""
     if not files:
         raise SystemExit(run_doctor(timeout))
-    with told_in_words():
-        print(*diagnose(read_black_boxes(files)), sep="\n")
+    print(*diagnose(read_black_boxes(files)), sep="\n")
 
 
 @app.command()
@@ -298,8 +309,7 @@ def test(
     `torchrun --nproc-per-node 8 --no-python shardpass test`. If something is wrong, one sentence says what, and the
     exit code is 1.
     """
-    with told_in_words():
-        verdict = run_ranks(prove_rank, None, backend, ranks, timeout)
+    verdict = run_ranks(prove_rank, None, backend, ranks, timeout)
     verdict.end()
 
 
@@ -310,5 +320,4 @@ def demo(
     nodes: Annotated[int, typer.Option(help="Nodes of the power-law graph of the second stage.")] = 100_000,
 ) -> None:
     """Train an unmodified GAT in one process and on several ranks; compare memory, loss, accuracy and time."""
-    with told_in_words():
-        run_demo(output, ranks, nodes)
+    run_demo(output, ranks, nodes)

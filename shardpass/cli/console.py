@@ -7,8 +7,6 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from time import monotonic
 from typing import NoReturn
 
@@ -21,7 +19,6 @@ from shardpass.errors import (
     MissingDependencyError,
     ShardpassError,
     advice,
-    shows_tracebacks,
     tell_launcher,
 )
 
@@ -108,14 +105,3 @@ def sentence(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f"at {frames[-1].filename}:{frames[-1].lineno}; " if frames else ""
     return f"{text} ({where}SHARDPASS_DEBUG=1 shows the traceback)"
-
-
-@contextmanager
-def told_in_words() -> Iterator[None]:
-    """A block whose errors end the command with one sentence. With ``SHARDPASS_DEBUG=1`` they keep their tracebacks."""
-    try:
-        yield
-    except Exception as error:
-        if shows_tracebacks():
-            raise
-        fail(sentence(error))

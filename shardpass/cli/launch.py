@@ -17,10 +17,10 @@ from shardpass.backends import DEFAULT_TIMEOUT
 from shardpass.backends.failure import reason_of
 from shardpass.backends.hosts import CHEAP_TENSORS
 from shardpass.backends.launch import Launch, detect
-from shardpass.cli.console import fail, sentence, shows_tracebacks
+from shardpass.cli.console import fail, sentence
 from shardpass.connection import connect, spawn
 from shardpass.core.ranks import Ranks
-from shardpass.errors import PeerFailure
+from shardpass.errors import PeerFailure, shows_tracebacks
 
 C = TypeVar("C")
 T = TypeVar("T")
