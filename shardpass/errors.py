@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dis
 import json
 import os
 import sys
 import time
+import traceback
 from types import ModuleType, TracebackType
 
 
@@ -153,10 +153,10 @@ def _is_raised_here(trace: TracebackType | None) -> bool:
     """Whether a ``raise`` of this package made the error. A defect raises without one, and needs all of the lines."""
     if trace is None:
         return False
+    line = traceback.extract_tb(trace)[-1].line or ""
     while trace.tb_next is not None:
         trace = trace.tb_next
-    code = trace.tb_frame.f_code.co_code
-    return _package(trace) == "shardpass" and code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return _package(trace) == "shardpass" and line.startswith("raise ")
 
 
 def _without_plumbing(trace: TracebackType | None) -> TracebackType | None:

@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import time
 
@@ -25,26 +26,30 @@ _KEPT_CALLS = 1000
 _WRITE_SECONDS = 2.0  # a file system that has gone must not keep a rank from ending
 
 
+@dataclass(slots=True)
 class Call:
     """A message or a collective of this rank. The times are those of `time.time`, or 0.
 
     Attributes:
+        path: of the communicator.
+        side: ``"send"`` or ``"recv"``; empty for a collective.
+        header: its identity.
+        peer: the other rank; -1 for a collective.
+        count: how many messages of this tag have gone this way, or the number of the collective.
+        num_bytes: of this rank's payload.
         waited: when the rank began to wait for it.
         ended: when it was complete.
     """
 
-    __slots__ = ("began", "count", "ended", "header", "num_bytes", "path", "peer", "side", "waited")
-
-    def __init__(self, path: str, side: str, header: Header, peer: int, count: int, num_bytes: int) -> None:
-        self.path = path
-        self.side = side
-        self.header = header
-        self.peer = peer
-        self.count = count
-        self.num_bytes = num_bytes
-        self.began = time()
-        self.waited = 0.0
-        self.ended = 0.0
+    path: str
+    side: str
+    header: Header
+    peer: int
+    count: int
+    num_bytes: int
+    began: float = field(default_factory=time)
+    waited: float = 0.0
+    ended: float = 0.0
 
     def wait(self) -> None:
         """Note that the rank waits for it."""
@@ -90,16 +95,7 @@ class CallLog:
         self._writing = threading.Lock()
 
     def begin(self, path: str, side: str, header: Header, peer: int, count: int, num_bytes: int) -> Call:
-        """Add a call, which begins now.
-
-        Args:
-            path: of the communicator.
-            side: ``"send"`` or ``"recv"``; empty for a collective.
-            header: its identity.
-            peer: the other rank; -1 for a collective.
-            count: how many messages of this tag have gone this way, or the number of the collective.
-            num_bytes: of this rank's payload.
-        """
+        """Add a call, which begins now."""
         call = Call(path, side, header, peer, count, num_bytes)
         self._calls.append(call)
         return call

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from shardpass.backends.base import BaseCommunicator
 from shardpass.backends.communicator import Communicator
 from shardpass.backends.ending import end_all_on_exception, launcher
-from shardpass.backends.hosts import machine
+from shardpass.backends.hosts import machine, usable_cores
 from shardpass.backends.launch import Launch, detect, local_rank
 from shardpass.backends.local import LocalCommunicator
 from shardpass.backends.mpi import MpiCommunicator
@@ -142,7 +142,7 @@ def _share_cores(comm: Communicator) -> None:
 
     Ranks that a launcher has bound to cores of their own (srun, mpirun) share with nobody.
     """
-    mine = _usable_cores()
+    mine = usable_cores()
     every = comm.all_gather_object([machine(), hex(sum(1 << core for core in mine))], "usable cores")
     if os.environ.get("OMP_NUM_THREADS"):
         return
@@ -150,12 +150,6 @@ def _share_cores(comm: Communicator) -> None:
     sharing = sum(1 for where, mask in every if where == here and int(mask, 16) & int(wanted, 16))
     if sharing > 1:
         torch.set_num_threads(min(torch.get_num_threads(), max(1, len(mine) // sharing)))
-
-
-def _usable_cores() -> set[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
 
 
 # ---- torch.distributed

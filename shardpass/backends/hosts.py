@@ -34,6 +34,11 @@ def machine() -> str:
         return f"{socket.gethostname()} {uuid.getnode():x}"
 
 
+def usable_cores() -> set[int]:
+    """The cores that this process may run on."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
 def memory_space() -> str:
     """The processes that this one can tell by their numbers, and so read the shared memory of."""
     return f"{machine()} {socket.gethostname()} {_namespace('pid')}"

@@ -9,11 +9,13 @@ from typing import Annotated, Any, Literal
 
 import torch
 import typer
+from rich.console import Console
+from typer.core import TyperGroup
 
 import shardpass as sp
 from shardpass.cli.black_box import read_black_boxes
 from shardpass.cli.config import TrainConfig
-from shardpass.cli.console import told_in_words
+from shardpass.cli.console import Steps, fail, sentence
 from shardpass.cli.demo.stages import run_demo
 from shardpass.cli.diagnosis import diagnose
 from shardpass.cli.doctor import run_doctor
@@ -23,16 +25,31 @@ from shardpass.cli.launch import Backend, run_ranks, starts_threads
 from shardpass.cli.models import Dtype, ModelConfig, ModelName
 from shardpass.cli.new import write_script
 from shardpass.cli.partitioning import PartitionConfig, partition_rank, read_source
-from shardpass.cli.plan_chart import draw_plan
-from shardpass.cli.plan_page import plan_page
-from shardpass.cli.planning import as_json, estimates_told, graph_of, prepare_files, ranks_for, title_of
+from shardpass.cli.planning import as_json, draw_plan, graph_of, plan_page, prepare_files, ranks_for, title_of
 from shardpass.cli.proof.prove import prove_rank
 from shardpass.cli.restarts import train_with_restarts
 from shardpass.cli.training import train_rank
 from shardpass.core.ranks import Mode
+from shardpass.errors import shows_tracebacks
 from shardpass.planning.sizes import known_sizes
 
+
+class Commands(TyperGroup):
+    """The commands, whose errors end them with one sentence. With ``SHARDPASS_DEBUG=1`` they keep their tracebacks."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (typer.Exit, typer.Abort):
+            raise
+        except Exception as error:
+            if shows_tracebacks() or hasattr(error, "format_message"):  # what typer itself refuses
+                raise
+            fail(sentence(error))
+
+
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -80,49 +97,30 @@ def partition(
         ),
     ],
     output: Annotated[Path, typer.Argument(help="The directory to write.")],
-    parts: Annotated[
-        int | None, typer.Option(help="The most ranks that can use the store (default: 4; of a .json its own).")
-    ] = None,
-    method: Annotated[
-        str, typer.Option(help="kaminpar (the graph may be larger than memory), metis, random or range.")
-    ] = "kaminpar",
+    parts: Annotated[int | None, typer.Option(help="Ranks at most (default: 4; of a .json its own).")] = None,
+    method: Annotated[str, typer.Option(help="kaminpar (for any size), metis, random or range.")] = "kaminpar",
     seed: Annotated[int, typer.Option(help="Of the partitioner.")] = 0,
     assignment: Annotated[Path | None, typer.Option(help="An .npy with the part of each node, instead.")] = None,
-    node_weights: Annotated[
-        Path | None,
-        typer.Option(
-            help="An .npy with what parts balance. By default that is the bytes of each node and its in-edges."
-        ),
-    ] = None,
+    node_weights: Annotated[Path | None, typer.Option(help="An .npy of what parts balance (default: bytes).")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace a store that is there already.")] = False,
-    features: Annotated[
-        Path | None, typer.Option(help="Edge lists: .npy, .parquet or .csv of features, a row per node.")
-    ] = None,
+    features: Annotated[Path | None, typer.Option(help="Edge lists: .npy, .parquet or .csv, a row per node.")] = None,
     labels: Annotated[Path | None, typer.Option(help="Edge lists: .npy of class ids, -1 for unlabelled.")] = None,
     train_mask: Mask = None,
     val_mask: Mask = None,
     test_mask: Mask = None,
     weights: Annotated[Path | None, typer.Option(help="Edge lists: .npy of edge weights.")] = None,
     num_nodes: Annotated[int | None, typer.Option(help="Edge lists without features, labels and masks.")] = None,
-    names: Annotated[
-        bool, typer.Option("--names", help="Edge lists: ids are names, strings or any integers. --nodes implies it.")
-    ] = False,
-    nodes: Annotated[
-        Path | None, typer.Option(help="Edge lists: .parquet or .csv with ids, features, label, split of each node.")
-    ] = None,
+    names: Annotated[bool, typer.Option("--names", help="Edge lists: ids are names, as --nodes implies.")] = False,
+    nodes: Annotated[Path | None, typer.Option(help="Edge lists: a table of ids, features, label, split.")] = None,
     node_id: Annotated[str | None, typer.Option(help="The column of ids in --nodes, or a field of names.")] = None,
     label: Annotated[str | None, typer.Option(help="The column of labels in --nodes (default: y or label).")] = None,
     src: Annotated[str | None, typer.Option(help="With names: the column of sources (default: src).")] = None,
     dst: Annotated[str | None, typer.Option(help="With names: the column of destinations (default: dst).")] = None,
     drop: Annotated[list[str] | None, typer.Option(help="Leave out this field (may be repeated).")] = None,
     threads: Annotated[int, typer.Option(help="kaminpar: with more than 1, the parts differ from run to run.")] = 1,
-    memory: Annotated[
-        float, typer.Option(help="Files: GiB for edges on each rank; the rest goes through temporary files.")
-    ] = 1.0,
+    memory: Annotated[float, typer.Option(help="Files: GiB for edges on each rank, before temporary files.")] = 1.0,
     backend: BackendName = "auto",
-    ranks: Annotated[
-        int | None, typer.Option(min=1, help="Files: ranks to start here that share the work, or of the launcher.")
-    ] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Files: ranks to start here, or of the launcher.")] = None,
 ) -> None:
     """Cut a graph into parts and write them to a directory.
 
@@ -132,11 +130,10 @@ def partition(
     beside = {"features": features, "labels": labels, "weights": weights, "num_nodes": num_nodes}
     tables = {"nodes": nodes, "node_id": node_id, "label": label, "src": src, "dst": dst}
     options: dict[str, Any] = {"method": method, "seed": seed, "overwrite": overwrite, "threads": threads}
-    with told_in_words():
-        read = partial(read_source, input, drop or (), masks, names, tables, **beside)
-        options["memory_bytes"] = int(memory * 2**30)
-        config = PartitionConfig(read, output, parts, assignment, node_weights, options)
-        run_ranks(partition_rank, config, backend, ranks, timeout=_LONGEST_WAIT)
+    read = partial(read_source, input, drop or (), masks, names, tables, **beside)
+    options["memory_bytes"] = int(memory * 2**30)
+    config = PartitionConfig(read, output, parts, assignment, node_weights, options)
+    run_ranks(partition_rank, config, backend, ranks, timeout=_LONGEST_WAIT)
 
 
 @app.command()
@@ -148,10 +145,9 @@ def inspect(
     mask: Annotated[str, typer.Option(help="With --layers: the node field of the wanted nodes.")] = "train_mask",
 ) -> None:
     """Show what a store holds and what its partition costs."""
-    with told_in_words():
-        run_inspect(store, ranks, verify)
-        if layers is not None:
-            run_inspect_layers(store, ranks, mask, layers)
+    run_inspect(store, ranks, verify)
+    if layers is not None:
+        run_inspect_layers(store, ranks, mask, layers)
 
 
 @app.command()
@@ -160,8 +156,7 @@ def new(
     dgl: Annotated[bool, typer.Option("--dgl", help="For DGL in place of PyG.")] = False,
 ) -> None:
     """Write a training script with comments, to start your own from."""
-    with told_in_words():
-        print(write_script(file, dgl))
+    print(write_script(file, dgl))
 
 
 @app.command()
@@ -187,9 +182,7 @@ def train(
     mask_prefix: Annotated[str, typer.Option(help="Before train_mask, val_mask and test_mask in field names.")] = "",
     split: Annotated[int, typer.Option(help="The column of masks that have one per split.")] = 0,
     eval_every: Annotated[int, typer.Option(min=1, help="Epochs between two evaluations.")] = 1,
-    patience: Annotated[
-        int, typer.Option(min=0, help="End after so many epochs without a better validation accuracy; 0: do not.")
-    ] = 0,
+    patience: Annotated[int, typer.Option(min=0, help="Epochs without a better accuracy; 0: no end.")] = 0,
     # torchrun takes --log, even after the program's name, for an abbreviation of its own options
     log: Annotated[str, typer.Option("--log", "--log-file", help="JSON lines; - shows them and nothing else.")] = "",
     log_csv: Annotated[str, typer.Option(help="A table with a row per epoch.")] = "",
@@ -207,48 +200,38 @@ def train(
     For a model of your own, `shardpass new` writes a script. Start this one alone, with --ranks N, or under
     `mpirun -n N` or `torchrun --nproc-per-node N --no-python`.
     """
-    with told_in_words():
-        if profile and backend == "auto" and starts_threads(backend, ranks):
-            backend = "processes"  # threads have one profiler, which traces one of them
-        config = TrainConfig(
-            model, layers, hidden, heads, dropout, batch_norm, dtype, edge_weight,
-            store=str(store), epochs=epochs, lr=lr, weight_decay=weight_decay, mode=mode, memory_budget=memory_budget,
-            seed=seed, mask_prefix=mask_prefix, split=split, eval_every=eval_every, patience=patience, log=log,
-            log_csv=log_csv, tensorboard=tensorboard, plot=plot, best=best, checkpoint=checkpoint,
-            checkpoint_every=checkpoint_every, resume=resume, threads=threads, profile=profile,
-            shared_process=not restarts and starts_threads(backend, ranks),
-        )  # fmt: skip
-        if restarts:
-            train_with_restarts(config, backend, ranks, restarts)
-        else:
-            run_ranks(train_rank, config, backend, ranks)
+    if profile and backend == "auto" and starts_threads(backend, ranks):
+        backend = "processes"  # threads have one profiler, which traces one of them
+    config = TrainConfig(
+        model, layers, hidden, heads, dropout, batch_norm, dtype, edge_weight,
+        store=str(store), epochs=epochs, lr=lr, weight_decay=weight_decay, mode=mode, memory_budget=memory_budget,
+        seed=seed, mask_prefix=mask_prefix, split=split, eval_every=eval_every, patience=patience, log=log,
+        log_csv=log_csv, tensorboard=tensorboard, plot=plot, best=best, checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every, resume=resume, threads=threads, profile=profile,
+        shared_process=not restarts and starts_threads(backend, ranks),
+    )  # fmt: skip
+    if restarts:
+        train_with_restarts(config, backend, ranks, restarts)
+    else:
+        run_ranks(train_rank, config, backend, ranks)
 
 
 @app.command()
 def plan(
-    store: Annotated[
-        Path | None, typer.Argument(help="A directory that `shardpass partition` wrote; or give --nodes, --edges.")
-    ] = None,
+    store: Annotated[Path | None, typer.Argument(help="A store; or give --nodes and --edges.")] = None,
     nodes: Annotated[str | None, typer.Option(help="Nodes of a graph known by its counts, as in 111M.")] = None,
     edges: Annotated[str | None, typer.Option(help="Its edges, as in 3.2B.")] = None,
     features: Annotated[int, typer.Option(help="Its feature channels.")] = 128,
     classes: Annotated[int, typer.Option(help="Its classes.")] = 2,
-    cut: Annotated[
-        float | None, typer.Option(help="Its fraction of cut edges (default: that of a random partition).")
-    ] = None,
-    halo: Annotated[
-        float | None, typer.Option(help="Its halo rows per own node (default: those of random edges).")
-    ] = None,
+    cut: Annotated[float | None, typer.Option(help="Its fraction of cut edges (default: random parts).")] = None,
+    halo: Annotated[float | None, typer.Option(help="Its halo rows per own node (default: random edges).")] = None,
     model: Annotated[ModelName, typer.Option(help="As in `train`.")] = "sage",
     layers: Layers = 2,
     hidden: Hidden = 64,
     heads: Heads = 4,
     dropout: Dropout = 0.0,
     batch_norm: BatchNorm = False,
-    ranks: Annotated[
-        list[int] | None,
-        typer.Option(min=1, help="A number of ranks (may be repeated; default: 1, 2, 4 and 8, up to the parts)."),
-    ] = None,
+    ranks: Annotated[list[int] | None, typer.Option(min=1, help="May be repeated (default: 1, 2, 4, 8).")] = None,
     mode: Annotated[list[str], typer.Option(help="A mode (may be repeated).")] = ["sar", "keep", "halo"],  # noqa: B006
     budget: Annotated[str | None, typer.Option(help="Bytes per rank, as in 6GiB.")] = None,
     ranks_per_host: Annotated[int, typer.Option(min=1, help="Ranks on one host, which share its memory.")] = 1,
@@ -257,39 +240,29 @@ def plan(
     page: Annotated[Path | None, typer.Option(help="Write an HTML page with sliders for ranks and budget.")] = None,
 ) -> None:
     """Estimate the peak memory per rank of each mode and number of ranks, before anything runs."""
-    with told_in_words():
-        graph = graph_of(store, nodes, edges, features, classes, cut, halo)
-        prepare_files(plot, page)
-        config = ModelConfig(model, layers, hidden, heads, dropout, batch_norm)
-        built = config.build(*known_sizes(graph))
-        torch.set_num_threads(1)  # dry runs are small
-        modes: list[Any] = mode  # which the planner checks
-        with estimates_told() as told:
-            planned = sp.plan(
-                built,
-                graph,
-                ranks or ranks_for(graph),
-                modes,
-                budget=budget,
-                ranks_per_host=ranks_per_host,
-                progress=told,
-            )
-        print(as_json(planned) if json else planned)
-        if plot is not None:
-            draw_plan(planned, title_of(config, graph), plot)
-        if page is not None:
-            page.write_text(plan_page(planned, title_of(config, graph)), encoding="utf-8")
+    graph = graph_of(store, nodes, edges, features, classes, cut, halo)
+    prepare_files(plot, page)
+    config = ModelConfig(model, layers, hidden, heads, dropout, batch_norm)
+    built = config.build(*known_sizes(graph))
+    torch.set_num_threads(1)  # dry runs are small
+    modes: list[Any] = mode  # which the planner checks
+    with Steps(Console(stderr=True, highlight=False)) as steps:
+        planned = sp.plan(
+            built, graph, ranks or ranks_for(graph), modes, budget=budget, ranks_per_host=ranks_per_host,
+            progress=partial(steps.tell, "estimates"),
+        )  # fmt: skip
+    print(as_json(planned) if json else planned)
+    if plot is not None:
+        draw_plan(planned, title_of(config, graph), plot)
+    if page is not None:
+        page.write_text(plan_page(planned, title_of(config, graph)), encoding="utf-8")
 
 
 @app.command()
 def infer(
     store: StoreFolder,
-    output: Annotated[
-        Path, typer.Argument(help="A row per node, in the original order: .npy, or .parquet with your own ids.")
-    ],
-    weights: Annotated[
-        Path, typer.Option(exists=True, help="A checkpoint of `train`, or a state_dict: .pt, .safetensors.")
-    ],
+    output: Annotated[Path, typer.Argument(help="A row per node in the original order: .npy; .parquet with ids.")],
+    weights: Annotated[Path, typer.Option(exists=True, help="Of `train`, or a state_dict: .pt, .safetensors.")],
     model: Annotated[str, typer.Option(help="As in `train`, or FILE.py:FUNCTION that makes it of the graph.")] = "sage",
     layers: Layers = 2,
     hidden: Hidden = 64,
@@ -306,12 +279,11 @@ def infer(
     tag: Annotated[str, typer.Option(help="Any text: a run does not continue one with another tag.")] = "",
 ) -> None:
     """Write a trained model's output for every node. A run that was ended goes on where it stood."""
-    with told_in_words():
-        config = InferConfig(
-            model, layers, hidden, heads, 0.0, batch_norm, dtype, edge_weight, store=str(store), output=str(output),
-            weights=str(weights), frontend=frontend, mode=mode, threads=threads, overwrite=overwrite, tag=tag,
-        )  # fmt: skip
-        run_ranks(infer_rank, config, backend, ranks)
+    config = InferConfig(
+        model, layers, hidden, heads, 0.0, batch_norm, dtype, edge_weight, store=str(store), output=str(output),
+        weights=str(weights), frontend=frontend, mode=mode, threads=threads, overwrite=overwrite, tag=tag,
+    )  # fmt: skip
+    run_ranks(infer_rank, config, backend, ranks)
 
 
 @app.command()
@@ -322,8 +294,7 @@ def doctor(
     """Say what is installed, and try every way to run several ranks. With files: say which rank failed, and where."""
     if not files:
         raise SystemExit(run_doctor(timeout))
-    with told_in_words():
-        print(*diagnose(read_black_boxes(files)), sep="\n")
+    print(*diagnose(read_black_boxes(files)), sep="\n")
 
 
 @app.command()
@@ -338,8 +309,7 @@ def test(
     `torchrun --nproc-per-node 8 --no-python shardpass test`. If something is wrong, one sentence says what, and the
     exit code is 1.
     """
-    with told_in_words():
-        verdict = run_ranks(prove_rank, None, backend, ranks, timeout)
+    verdict = run_ranks(prove_rank, None, backend, ranks, timeout)
     verdict.end()
 
 
@@ -350,5 +320,4 @@ def demo(
     nodes: Annotated[int, typer.Option(help="Nodes of the power-law graph of the second stage.")] = 100_000,
 ) -> None:
     """Train an unmodified GAT in one process and on several ranks; compare memory, loss, accuracy and time."""
-    with told_in_words():
-        run_demo(output, ranks, nodes)
+    run_demo(output, ranks, nodes)

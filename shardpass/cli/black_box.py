@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ _MAX_TEXT = 1000
 _MAX_NUMBER = 1 << 62
 _MAX_CALLS = 10_000
 _MAX_RANKS = 1 << 16
-T = TypeVar("T", int, float, str)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Call:
         number: the tag of a message.
         count: of the messages with this tag between the two ranks, or of the collectives.
         peer: the other rank; -1 for a collective.
-        num_bytes: of this rank's payload.
+        bytes: of this rank's payload.
         began, waited, ended: when it was posted, when the rank began to wait for it, and when it was complete.
     """
 
@@ -49,10 +49,14 @@ class Call:
     number: int
     count: int
     peer: int
-    num_bytes: int
+    bytes: int
     began: float
     waited: float
     ended: float
+
+    def __post_init__(self) -> None:
+        if self.side not in ("", "send", "recv") or (self.side == "") != (self.peer == -1):
+            raise ValueError(f"a call with the side {self.side!r} and the peer {self.peer}")
 
     @property
     def is_open(self) -> bool:
@@ -67,21 +71,12 @@ class Call:
     def words(self) -> str:
         """It in words, with the other rank and the bytes."""
         to = {"send": f" to rank {self.peer}", "recv": f" from rank {self.peer}"}.get(self.side, "")
-        return f"{self.call}{to}, {self.num_bytes:,} bytes"
+        return f"{self.call}{to}, {self.bytes:,} bytes"
 
 
 @dataclass(frozen=True)
 class BlackBox:
-    """What one rank has written.
-
-    Attributes:
-        job: the name that the ranks of a job share.
-        rank, size: of this rank, and how many there are.
-        host, process: where it ran.
-        at: when it was written.
-        why: the failure, as this rank knows it.
-        calls: the oldest first.
-    """
+    """What one rank has written at the time `at`: where it ran, `why` it failed as it knows, its calls in order."""
 
     job: str
     rank: int
@@ -90,19 +85,14 @@ class BlackBox:
     process: int
     at: float
     why: str
-    calls: tuple[Call, ...]
+    calls: tuple[Call, ...] = ()
 
 
 def read_black_boxes(paths: Sequence[Path]) -> dict[int, BlackBox]:
-    """The black boxes of one job, by rank.
-
-    Raises:
-        ValueError: a file is no black box, or the files are not those of different ranks of one job.
-        OSError: a file cannot be read.
-    """
+    """The black boxes of the ranks of one job, by rank. Anything else is a `ValueError`."""
     found: dict[int, BlackBox] = {}
     for path in paths:
-        box = read_black_box(path)
+        box = _read(path)
         first = next(iter(found.values()), box)
         if (box.job, box.size) != (first.job, first.size):
             raise ValueError(
@@ -115,13 +105,7 @@ def read_black_boxes(paths: Sequence[Path]) -> dict[int, BlackBox]:
     return dict(sorted(found.items()))
 
 
-def read_black_box(path: Path) -> BlackBox:
-    """The black box in a file.
-
-    Raises:
-        ValueError: it is none.
-        OSError: it cannot be read.
-    """
+def _read(path: Path) -> BlackBox:
     if not path.exists():
         raise ValueError(
             f"there is no file {path}: doctor takes the files that the errors of a failed run name, or nothing, to try "
@@ -133,51 +117,33 @@ def read_black_box(path: Path) -> BlackBox:
     try:
         if len(raw) > _MAX_BYTES:
             raise ValueError(f"it has more than {_MAX_BYTES:,} bytes")
-        lines = [json.loads(line) for line in raw.decode().splitlines()]
-        return _box(lines)
+        head, *calls = [json.loads(line) for line in raw.decode().splitlines()]
+        if head[HEAD] != FORMAT:
+            raise ValueError(f"its format is {str(head[HEAD])[:40]!r}, but this version of shardpass reads {FORMAT}")
+        if len(calls) >= _MAX_CALLS:
+            raise ValueError(f"it has more than {_MAX_CALLS:,} lines")
+        size = _checked(head, "size", "int", 1, _MAX_RANKS)
+        return replace(
+            _made(BlackBox, head, rank=(0, size - 1)),
+            calls=tuple(_made(Call, line, peer=(-1, size - 1)) for line in calls),
+        )
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise ValueError(f"{path} is no black box of a rank: {error or type(error).__name__}") from None
 
 
-def _box(lines: list[Any]) -> BlackBox:
-    head = lines[0]
-    if head[HEAD] != FORMAT:
-        raise ValueError(f"its format is {str(head[HEAD])[:40]!r}, but this version of shardpass reads {FORMAT}")
-    if len(lines) > _MAX_CALLS:
-        raise ValueError(f"it has more than {_MAX_CALLS:,} lines")
-    size = _number(head, "size", int, 1, _MAX_RANKS)
-    return BlackBox(
-        _text(head, "job"),
-        _number(head, "rank", int, 0, size - 1),
-        size,
-        _text(head, "host"),
-        _number(head, "process", int),
-        _number(head, "at", float),
-        _text(head, "why"),
-        tuple(_call(line, size) for line in lines[1:]),
-    )
+def _made(kind: type[T], line: Any, **bounds: tuple[int, int]) -> T:
+    """A `kind` of the values of a line, all of which are checked. Numbers are not negative, unless `bounds` say so."""
+    names = {field.name: field.type for field in fields(kind) if field.name != "calls"}  # type: ignore[arg-type]
+    return kind(**{name: _checked(line, name, of, *bounds.get(name, ())) for name, of in names.items()})
 
 
-def _call(line: Any, size: int) -> Call:
-    path, side, kind, label, call = (_text(line, name) for name in ("path", "side", "kind", "label", "call"))
-    peer = _number(line, "peer", int, -1, size - 1)
-    began, waited, ended = (_number(line, name, float) for name in ("began", "waited", "ended"))
-    number, count, num_bytes = (_number(line, name, int) for name in ("number", "count", "bytes"))
-    if side not in ("", "send", "recv") or (side == "") != (peer == -1):
-        raise ValueError(f"a call with the side {side!r} and the peer {peer}")
-    return Call(path, side, kind, label, call, number, count, peer, num_bytes, began, waited, ended)
-
-
-def _number(line: Any, name: str, kind: type[T], low: int = 0, high: int = _MAX_NUMBER) -> T:
+def _checked(line: Any, name: str, kind: Any, low: int = 0, high: int = _MAX_NUMBER) -> Any:
     value = line[name]
-    is_number = type(value) is int or (kind is float and type(value) is float and math.isfinite(value))
+    if kind == "str":
+        if not isinstance(value, str):
+            raise ValueError(f"{name} is no text")
+        return "".join(letter if letter.isprintable() else " " for letter in value[:_MAX_TEXT])
+    is_number = type(value) is int or (kind == "float" and type(value) is float and math.isfinite(value))
     if not is_number or not low <= value <= high:
         raise ValueError(f"{name} is {str(value)[:40]!r}, but it must be a number in [{low}, {high}]")
-    return kind(value)
-
-
-def _text(line: Any, name: str) -> str:
-    value = line[name]
-    if not isinstance(value, str):
-        raise ValueError(f"{name} is no text")
-    return "".join(letter if letter.isprintable() else " " for letter in value[:_MAX_TEXT])
+    return value

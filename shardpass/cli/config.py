@@ -19,17 +19,7 @@ class TrainConfig(ModelConfig):
     Every rank must have the same. An empty text means that there is no such file.
 
     Args:
-        memory_budget: bytes per rank, for the mode ``"auto"``.
-        mask_prefix, split: see `read_task`.
-        eval_every: epochs between two evaluations; the last epoch is always evaluated.
-        patience: epochs without a better validation accuracy after which training ends; 0 for no such end.
-        log: the file for JSON lines; ``"-"`` prints them instead of the progress display, for programs.
-        log_csv: the file for a table with a row per epoch.
-        tensorboard: the folder for TensorBoard.
-        plot: the picture to draw at the end.
-        best: the file for the parameters of the epoch that was best so far, by validation accuracy.
         shared_process: whether the ranks are threads of one process.
-        threads: computing threads per rank.
         profile: the file to write a trace of one epoch to; several ranks put their number before its suffix.
     """
 
@@ -75,19 +65,13 @@ class TrainConfig(ModelConfig):
             raise ValueError("--mode auto and --memory-budget go together: give both or neither")
 
     def task(self, graph: ShardedGraph) -> Task:
-        """What the run trains on.
-
-        Raises:
-            ValueError: something is missing that the options need.
-        """
+        """What the run trains on; a `ValueError` says what is missing that the options need."""
         task = read_task(graph, self.torch_dtype, self.mask_prefix, self.split, self.edge_weight)
         if (self.patience or self.best) and "val" not in task.masks:
             field = f"{self.mask_prefix}val_mask"
-            lack = (
-                f"{field} selects no node with a label"
-                if field in graph.node
-                else f"the store has no node field {field!r}"
-            )
+            lack = f"the store has no node field {field!r}"
+            if field in graph.node:
+                lack = f"{field} selects no node with a label"
             raise ValueError(
                 f"--patience and --best go by the validation accuracy, but {lack}: partition with one, or leave them "
                 f"away"

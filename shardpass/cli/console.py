@@ -7,12 +7,11 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from time import monotonic
 from typing import NoReturn
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from shardpass.errors import (
     CommunicationError,
@@ -20,7 +19,6 @@ from shardpass.errors import (
     MissingDependencyError,
     ShardpassError,
     advice,
-    shows_tracebacks,
     tell_launcher,
 )
 
@@ -47,10 +45,10 @@ def _launcher_has_terminal() -> bool:
     return False
 
 
-class Steps:
-    """Tells in lines how far a long command is, where there is no terminal for a bar; on a terminal it says nothing.
+class Steps(Progress):
+    """Tells how far a long command is: in bars on a terminal, and in lines elsewhere.
 
-    A step is told when it begins (if nothing of it is done yet), then every few seconds, with the time left.
+    A line is printed when a step begins (if nothing of it is done yet), then every few seconds, with the time left.
 
     Args:
         console: where to.
@@ -58,24 +56,29 @@ class Steps:
     """
 
     def __init__(self, console: Console, every: float = 10.0) -> None:
-        self.console, self.every = console, every
-        self.step, self.first, self.began, self.told = "", 0, 0.0, 0.0
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+        super().__init__(*columns, console=console, disable=console.quiet or not console.is_terminal)
+        self.every, self.step, self.of_step = every, "", TaskID(0)
+        self.first, self.began, self.told = 0, 0.0, 0.0
 
-    def tell(self, step: str, done: int = 0, total: int = 1, text: str = "") -> None:
+    def tell(self, step: str, done: int = 0, total: int | None = None, text: str = "") -> None:
         """`done` of `total` units of `step` are done; `text` is told with that."""
-        now = monotonic()
-        if step != self.step:
+        now, is_new = monotonic(), step != self.step
+        far = step if total is None else f"{step}: {done} of {total}{text}"
+        if is_new:
             self.step, self.first, self.began, self.told = step, done, now, now
-            if not done:
-                self._print(f"{step} ...")
-        elif self.first < done < total and now - self.told >= self.every:
+            for task in self.tasks:  # the last step may have had no number
+                self.update(task.id, completed=1, total=1)
+            self.of_step = self.add_task(step, total=total)
+        self.update(self.of_step, description=far, completed=done, total=total)
+        if not self.disable:
+            return
+        if is_new and not done:
+            self.console.print(f"{step} ...", markup=False)
+        elif total is not None and self.first < done < total and now - self.told >= self.every:
             self.told = now
             left = (now - self.began) / (done - self.first) * (total - done)
-            self._print(f"{step}: {done} of {total}{text}, about {left:.0f} s left")
-
-    def _print(self, line: str) -> None:
-        if not self.console.is_terminal:
-            self.console.print(line, markup=False)
+            self.console.print(f"{far}, about {left:.0f} s left", markup=False)
 
 
 def fail(message: str) -> NoReturn:
@@ -102,14 +105,3 @@ def sentence(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f"at {frames[-1].filename}:{frames[-1].lineno}; " if frames else ""
     return f"{text} ({where}SHARDPASS_DEBUG=1 shows the traceback)"
-
-
-@contextmanager
-def told_in_words() -> Iterator[None]:
-    """A block whose errors end the command with one sentence. With ``SHARDPASS_DEBUG=1`` they keep their tracebacks."""
-    try:
-        yield
-    except Exception as error:
-        if shows_tracebacks():
-            raise
-        fail(sentence(error))

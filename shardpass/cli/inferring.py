@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.status import Status
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -58,18 +56,16 @@ def infer_rank(comm: Ranks, config: InferConfig) -> list[str]:
     console = Console(stderr=True, quiet=comm.rank > 0)
     if config.model in MODELS and (note := unused_edge_fields(graph, config.edge_weight)):
         console.print(note)
-    with console.status("inference") as status:
+    with Steps(console) as steps:
+
+        def told(layer: str) -> None:
+            steps.tell(f"inference: {layer}")
+
         weight = edge_weight_of(graph, config.edge_weight, config.torch_dtype)
         args = model_inputs(x, graph, weight) if is_pyg else (graph, x)
-        told = partial(_show, status, Steps(console)) if comm.rank == 0 else None
         files = sp.infer(model, graph, config.output, *args, overwrite=config.overwrite, tag=config.tag, progress=told)
     console.print("wrote", *map(str, files))
     return [str(file) for file in files]
-
-
-def _show(status: Status, steps: Steps, layer: str) -> None:
-    status.update(f"inference: {layer}")
-    steps.tell(f"inference: {layer}")
 
 
 def _build(config: InferConfig, graph: sp.ShardedGraph, num_features: int) -> nn.Module:

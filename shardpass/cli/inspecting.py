@@ -68,10 +68,9 @@ def _fields(by_type: Mapping[Any, Mapping[str, object]]) -> list[str]:
 def report_table(report: Report) -> Table:
     """One row per part or rank, then the balance (largest over mean) of each column."""
     by_rank = report.ranks is not None
-    table = Table()
-    for title in ("rank" if by_rank else "part", "parts", "nodes", "edges", "halo rows", "cut edges", "bytes"):
-        if by_rank or title != "parts":
-            table.add_column(title, justify="right")
+    table, first = Table(), ["rank", "parts"] if by_rank else ["part"]
+    for title in (*first, "nodes", "edges", "halo rows", "cut edges", "bytes"):
+        table.add_column(title, justify="right")
     for number, group in enumerate(report.groups):
         span = [f"{group.parts.start}-{group.parts.stop - 1}" if len(group.parts) > 1 else f"{group.parts.start}"]
         counts = [f"{getattr(group, name):,}" for name in _QUANTITIES[:-1]]

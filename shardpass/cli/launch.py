@@ -16,11 +16,11 @@ from typing import Literal, NoReturn, TypeVar
 from shardpass.backends import DEFAULT_TIMEOUT
 from shardpass.backends.failure import reason_of
 from shardpass.backends.hosts import CHEAP_TENSORS
-from shardpass.backends.launch import detect
-from shardpass.cli.console import fail, sentence, shows_tracebacks
+from shardpass.backends.launch import Launch, detect
+from shardpass.cli.console import fail, sentence
 from shardpass.connection import connect, spawn
 from shardpass.core.ranks import Ranks
-from shardpass.errors import PeerFailure
+from shardpass.errors import PeerFailure, shows_tracebacks
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -30,12 +30,13 @@ _HEAD_START = 1.0  # seconds for rank 0, so that an error that all ranks find is
 
 def starts_threads(backend: Backend, ranks: int | None) -> bool:
     """Whether the command itself starts several ranks, as threads of this process."""
-    return (ranks or 1) > 1 and (backend == "threads" or (backend == "auto" and not _is_launched()))
+    return (ranks or 1) > 1 and (backend == "threads" or (backend == "auto" and started_by() is None))
 
 
-def _is_launched() -> bool:
+def started_by() -> Launch | None:
+    """The launcher that has started this process among several; `None` if there is none."""
     launch = detect()
-    return launch.kind != "none" and launch.size > 1
+    return launch if launch.kind != "none" and launch.size > 1 else None
 
 
 def run_ranks(
@@ -48,12 +49,8 @@ def run_ranks(
         backend: ``"auto"`` takes the ranks of the launcher if one started this process, else starts threads.
         ranks: number of ranks to start, or to expect from the launcher.
         timeout: seconds a wait for another rank may take.
-
-    Raises:
-        ValueError: the backend contradicts the launcher or the number of ranks.
     """
-    if backend in ("threads", "processes") and _is_launched():
-        launch = detect()
+    if backend in ("threads", "processes") and (launch := started_by()):
         raise ValueError(
             f"--backend {backend} starts ranks itself, but a launcher started {launch.size} processes already "
             f"({launch.source}={launch.size}): leave --backend away, or start the command without the launcher"
@@ -88,13 +85,11 @@ def _end_in_words(comm: Ranks, error: BaseException) -> NoReturn:
     fail(sentence(error))
 
 
-def find_program(name: str) -> str | None:
-    """The path of a program: of this Python environment first, so that it fits the packages in it, else on PATH."""
-    for folder in (sysconfig.get_path("scripts"), str(Path(sys.executable).parent)):
-        found = shutil.which(name, path=folder)
-        if found:
-            return found
-    return shutil.which(name)
+def find_program(*names: str) -> str | None:
+    """The path of the first of these programs: in this Python environment, whose packages it fits, or else on PATH."""
+    folders = (sysconfig.get_path("scripts"), str(Path(sys.executable).parent), None)
+    found = (shutil.which(name, path=folder) for name in names for folder in folders)
+    return next(filter(None, found), None)
 
 
 def typed_command() -> str:
@@ -135,5 +130,5 @@ def launch_command(launcher: str, ranks: int, module: str) -> list[str] | None:
     if launcher == "torchrun":
         flags = ["--standalone", "--nproc-per-node", str(ranks)]
         return [sys.executable, "-m", "torch.distributed.run", *flags, "-m", module]
-    program = find_program("mpirun") or find_program("mpiexec")
+    program = find_program("mpirun", "mpiexec")
     return None if program is None else [program, "-n", str(ranks), sys.executable, "-m", module]

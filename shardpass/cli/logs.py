@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from shardpass.cli.config import TrainConfig
 from shardpass.cli.pictures import prepare_picture
@@ -18,41 +19,37 @@ COLUMNS = ("epoch", "loss", *SPLITS, "seconds", "bytes_sent")
 """Of a CSV table. A split has no number in an epoch without an evaluation."""
 
 
-class Log(Protocol):
+class Log:
     """Takes one record per epoch, and the summary of a run that has come to its end."""
 
     def epoch(self, record: Record) -> None:
         """One epoch."""
-        ...
 
     def finish(self, summary: Record) -> None:
         """The end of the run."""
-        ...
 
     def close(self) -> None:
         """Give back what is held, whether the run came to its end or not."""
-        ...
 
 
-class JsonLines:
+class JsonLines(Log):
     """A line per epoch and one at the end, to a file or to the standard output (``"-"``)."""
 
     def __init__(self, path: str, continues: bool) -> None:
         self.file = None if path == "-" else open(path, "a" if continues else "w", encoding="utf-8")  # noqa: SIM115
 
     def epoch(self, record: Record) -> None:
-        """Write a line."""
         print(json.dumps(record), file=self.file, flush=True)
 
-    finish = epoch
+    def finish(self, summary: Record) -> None:
+        self.epoch(summary)
 
     def close(self) -> None:
-        """Close the file."""
         if self.file is not None:
             self.file.close()
 
 
-class CsvTable:
+class CsvTable(Log):
     """A row per epoch, below the names of `COLUMNS`."""
 
     def __init__(self, path: str, continues: bool) -> None:
@@ -62,20 +59,15 @@ class CsvTable:
             self.table.writeheader()
 
     def epoch(self, record: Record) -> None:
-        """Write a row."""
         self.table.writerow(record)
         self.file.flush()
 
-    def finish(self, summary: Record) -> None:
-        """Nothing more."""
-
     def close(self) -> None:
-        """Close the file."""
         self.file.close()
 
 
-class TensorBoard:
-    """A curve per column, and the peak memory of each rank."""
+class TensorBoard(Log):
+    """A curve per column, and the peak memory of each rank, with ranks for steps."""
 
     def __init__(self, folder: str) -> None:
         from torch.utils.tensorboard import SummaryWriter  # its package is optional
@@ -83,33 +75,27 @@ class TensorBoard:
         self.writer = SummaryWriter(folder)
 
     def epoch(self, record: Record) -> None:
-        """Add a point to each curve."""
-        for name in COLUMNS[1:]:
-            if name in record:
-                self.writer.add_scalar(name, record[name], record["epoch"])
+        for name in record.keys() & COLUMNS[1:]:
+            self.writer.add_scalar(name, record[name], record["epoch"])
 
     def finish(self, summary: Record) -> None:
-        """Add the peak memory, with ranks for steps."""
         for rank, peak in enumerate(summary["peak_bytes"]):
             self.writer.add_scalar("peak_bytes_of_rank", peak, rank)
 
     def close(self) -> None:
-        """Write what is left."""
         self.writer.close()
 
 
-class Plot:
+class Plot(Log):
     """A picture of the loss, the accuracies and the memory of each rank, drawn at the end."""
 
     def __init__(self, path: str) -> None:
         self.path, self.epochs = path, list[Record]()
 
     def epoch(self, record: Record) -> None:
-        """Remember the epoch."""
         self.epochs.append(record)
 
     def finish(self, summary: Record) -> None:
-        """Draw, if there is something new."""
         if not self.epochs:
             return
         from matplotlib.figure import Figure
@@ -143,18 +129,9 @@ class Plot:
             axes.spines[["top", "right"]].set_visible(False)
         figure.savefig(self.path, dpi=150)
 
-    def close(self) -> None:
-        """Nothing is held."""
-
 
 def prepare_logs(config: TrainConfig) -> None:
-    """Make the folders of the logs of `config`, and raise an error if one of them could not be written.
-
-    Raises:
-        OSError: a file cannot be written.
-        ValueError: the picture has a name that matplotlib does not know.
-        MissingDependencyError: a package is missing.
-    """
+    """Make the folders of the logs of `config`, and raise an error if one of them could not be written."""
     if config.tensorboard:
         require("tensorboard", "", "--tensorboard", "write --log-csv in its place")
     if config.plot:
@@ -167,13 +144,10 @@ def prepare_logs(config: TrainConfig) -> None:
 
 def logs_of(config: TrainConfig) -> list[Log]:
     """The logs that `config` asks for, opened."""
-    found: list[Log] = []
-    if config.log:
-        found.append(JsonLines(config.log, config.resume))
-    if config.log_csv:
-        found.append(CsvTable(config.log_csv, config.resume))
-    if config.tensorboard:
-        found.append(TensorBoard(config.tensorboard))
-    if config.plot:
-        found.append(Plot(config.plot))
-    return found
+    wanted: list[tuple[str, Callable[[str], Log]]] = [
+        (config.log, lambda path: JsonLines(path, config.resume)),
+        (config.log_csv, lambda path: CsvTable(path, config.resume)),
+        (config.tensorboard, TensorBoard),
+        (config.plot, Plot),
+    ]
+    return [kind(path) for path, kind in wanted if path]

@@ -19,11 +19,7 @@ _PNA = {"aggregators": ["mean", "min", "max", "std"], "scalers": ["identity", "a
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model to build, as plain data.
-
-    Args:
-        edge_weight: the edge field that the model takes for weights of edges; an empty text for none.
-    """
+    """Which model to build, as plain data."""
 
     model: str = "sage"
     layers: int = 2
@@ -48,15 +44,7 @@ class ModelConfig:
         return found
 
     def build(self, num_features: int, num_classes: int, in_degrees: Tensor | None = None) -> nn.Module:
-        """A new PyG model.
-
-        Args:
-            in_degrees: as `in_degrees_for` returns them; without, a ``"pna"`` has the right size and wrong numbers.
-
-        Raises:
-            MissingDependencyError: PyG is not installed.
-            ValueError: the model takes no weights of edges, and was to.
-        """
+        """A new PyG model. Without `in_degrees` (see `in_degrees_for`), a ``"pna"`` is of the right size and wrong."""
         models = require("torch_geometric.nn.models", "pyg", "shardpass train")
         options: dict[str, Any] = {}
         if self.model == "gat":

@@ -142,12 +142,7 @@ if __name__ == "__main__":
 
 
 def write_script(file: Path, uses_dgl: bool) -> str:
-    """Write the script, and return what to type next.
-
-    Raises:
-        ValueError: the file is there already.
-        OSError: it cannot be written.
-    """
+    """Write the script, and return what to type next."""
     if file.exists():
         raise ValueError(f"{file} is there already, and new does not overwrite: give another name, or remove it")
     prepare_target(file)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from shardpass.cli.console import Steps, output
 from shardpass.cli.graphs import demo_graph
@@ -38,14 +37,9 @@ def read_source(
     """The graph, as `shardpass.partition` takes it.
 
     Args:
-        name: as on the command line.
-        drop: fields to leave out.
         masks, beside: what an edge list does not hold itself; `None` if it is not given.
         names: whether the ids of an edge list are names. A table of nodes implies it.
         tables: what `shardpass.data.stream_tables` takes beside the edges; `None` if it is not given.
-
-    Raises:
-        ValueError: another kind of input came with options of edge lists, or a reader found something wrong.
     """
     given = {mask: path for mask, path in masks.items() if path is not None}
     if names or tables["nodes"] is not None:
@@ -84,16 +78,10 @@ class PartitionConfig:
 def partition_rank(comm: Ranks, config: PartitionConfig) -> None:
     """Partition on these ranks, with progress shown on the first, which then says what was written."""
     console, parts = output(), config.parts
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-    is_quiet = not console.is_terminal or comm.rank > 0
-    with Progress(*columns, TimeElapsedColumn(), console=console, disable=is_quiet) as bar:
-        tasks: dict[str, Any] = {}
-        steps = Steps(console)
+    console.quiet = comm.rank > 0
+    with Steps(console) as steps:
 
         def progress(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(_STAGES.get(stage, stage), total=total)
-            bar.update(tasks[stage], completed=done, total=total)
             steps.tell(_STAGES.get(stage, stage), done, total)
 
         progress("read", 0, 1)
@@ -106,9 +94,8 @@ def partition_rank(comm: Ranks, config: PartitionConfig) -> None:
         )
         given: dict[str, Any] = {"assignment": part_of, "node_weights": weights, "comm": comm}
         manifest = partition(graph, config.target, parts, progress=progress, **given, **config.options)
-    if comm.rank == 0:
-        size = bytes_text(sum(file.bytes for file in manifest.files))
-        console.print(f"wrote {config.target}, {size}: {manifest}", markup=False)
+    size = bytes_text(sum(file.bytes for file in manifest.files))
+    console.print(f"wrote {config.target}, {size}: {manifest}", markup=False)
 
 
 def _read_in_turn(comm: Ranks, read_graph: Callable[[], GraphFiles | RawGraph]) -> GraphFiles | RawGraph:

@@ -9,17 +9,7 @@ from shardpass.errors import require
 
 
 def prepare_picture(path: Path, purpose: str, otherwise: str) -> None:
-    """Make the folder of a picture, and return when the picture can be drawn and written.
-
-    Args:
-        path: its file.
-        purpose, otherwise: what needs it, and what to do instead; see `require`.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-        ValueError: matplotlib has no format of that name.
-        OSError: the file cannot be written.
-    """
+    """Make the folder of a picture that can be drawn and written. `purpose` and `otherwise` are those of `require`."""
     require("matplotlib", "all", purpose, otherwise)
     from matplotlib.backend_bases import FigureCanvasBase
 

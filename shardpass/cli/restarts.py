@@ -6,10 +6,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from shardpass.backends.launch import detect
 from shardpass.cli.config import TrainConfig
 from shardpass.cli.console import sentence
-from shardpass.cli.launch import Backend
+from shardpass.cli.launch import Backend, started_by
 from shardpass.cli.logs import Record
 from shardpass.cli.training import train_rank
 from shardpass.connection import spawn
@@ -21,13 +20,6 @@ def train_with_restarts(config: TrainConfig, backend: Backend, ranks: int | None
 
     A rank that dies, or cannot be reached, ends the others; then all are started again. Another error is taken for one
     that a restart would repeat, unless a checkpoint has been written since the ranks were started.
-
-    Args:
-        restarts: how often the ranks may be started again.
-
-    Raises:
-        ValueError: there is no checkpoint to start from, or the ranks are not processes of this command.
-        Exception: what ended the run, if it is not started again.
     """
     _check(config, backend)
     path = Path(config.checkpoint)
@@ -56,8 +48,7 @@ def train_with_restarts(config: TrainConfig, backend: Backend, ranks: int | None
 def _check(config: TrainConfig, backend: Backend) -> None:
     if not config.checkpoint:
         raise ValueError("--restarts starts from the file of --checkpoint: give its name")
-    launch = detect()
-    if launch.kind != "none" and launch.size > 1:
+    if launch := started_by():
         raise ValueError(
             f"--restarts starts ranks itself, but a launcher started {launch.size} processes ({launch.source}="
             f"{launch.size}): use torchrun --max-restarts, or start mpirun again, both with --resume"

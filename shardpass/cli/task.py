@@ -42,11 +42,7 @@ def model_inputs(x: Tensor, graph: ShardedGraph, edge_weight: Tensor | None) -> 
 
 
 def edge_weight_of(graph: ShardedGraph, name: str, dtype: torch.dtype) -> Tensor | None:
-    """The own rows of the edge field `name`, ``[num_own_edges]``; `None` for an empty name.
-
-    Raises:
-        ValueError: there is no such field, or it has not one number per edge.
-    """
+    """The own rows of the edge field `name`, ``[num_own_edges]``; `None` for an empty name."""
     if not name:
         return None
     if name not in graph.edge:
@@ -73,11 +69,7 @@ def unused_edge_fields(graph: ShardedGraph, edge_weight: str) -> str:
 
 
 def features_of(graph: ShardedGraph, dtype: torch.dtype) -> Tensor:
-    """The own rows of the field ``x``, or of DGL's ``feat``, ``[num_nodes, channels]``.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The own rows of the field ``x``, or of DGL's ``feat``, ``[num_nodes, channels]``."""
     name = _first(graph, FEATURES)
     if name is None:
         raise ValueError(
@@ -90,11 +82,7 @@ def features_of(graph: ShardedGraph, dtype: torch.dtype) -> Tensor:
 
 
 def num_classes_of(graph: ShardedGraph) -> int:
-    """Classes of the labels of all ranks. Collective.
-
-    Raises:
-        ValueError: there are no labels, or they are no class ids.
-    """
+    """Classes of the labels of all ranks. Collective."""
     name = _first(graph, LABELS)
     if name is None:
         raise ValueError(
@@ -116,13 +104,8 @@ def read_task(graph: ShardedGraph, dtype: torch.dtype, mask_prefix: str, split: 
     """What a run trains on. Collective.
 
     Args:
-        dtype: of the features and weights.
         mask_prefix: before the names of the mask fields, such as ``made_`` for ``made_train_mask``.
         split: the column of masks that have one per split.
-        edge_weight: see `edge_weight_of`.
-
-    Raises:
-        ValueError: features, labels or the training mask are missing or of the wrong kind, or nothing is to be trained.
     """
     x = features_of(graph, dtype)
     num_classes = num_classes_of(graph)

@@ -153,12 +153,8 @@ def prepare_files(comm: Ranks, config: TrainConfig) -> None:
 def summarise(run: Run, last: Record, meter: PeakMeter, seconds: float) -> Record:
     """The closing record: results, and per rank the peak memory and the bytes sent. Collective."""
     comm, graph = run.comm, run.graph
-    mine = {
-        "peak": meter.peak(comm),
-        "sent": comm.bytes_sent,
-        "nodes": graph.num_own_nodes,
-        "edges": graph.num_own_edges,
-    }
+    names = ("peak_bytes", "bytes_sent", "nodes", "edges")
+    mine = (meter.peak(comm), comm.bytes_sent, graph.num_own_nodes, graph.num_own_edges)
     ranks = comm.all_gather_object(mine, "summary")
     count = last["epoch"] - run.first_epoch + 1
     return {
@@ -172,14 +168,11 @@ def summarise(run: Run, last: Record, meter: PeakMeter, seconds: float) -> Recor
         "best": run.best if run.best["epoch"] else None,
         "seconds": seconds,
         "seconds_per_epoch": seconds / count if count > 0 else None,
-        "peak_bytes": [rank["peak"] for rank in ranks],
         "peak_is_of_all_ranks": run.config.shared_process,
         "peak_method": meter.method,
         "mode": graph.options.mode,
         "estimated_peak_bytes": None if run.estimate is None else run.estimate.above_loaded,
-        "bytes_sent": [rank["sent"] for rank in ranks],
-        "nodes": [rank["nodes"] for rank in ranks],
-        "edges": [rank["edges"] for rank in ranks],
+        **{name: list(counts) for name, counts in zip(names, zip(*ranks))},
         "config": asdict(run.config),
     }
 

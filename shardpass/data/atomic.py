@@ -43,9 +43,6 @@ def publish(complete: Path, path: Path, overwrite: bool) -> None:
     A store that is there already is moved aside first, next to `complete`, where the caller deletes it. For an instant
     there is no store at `path`, but never a mixture of both. Readers that have the old one open keep what they have
     mapped. What they would read later is refused.
-
-    Raises:
-        StoreError: as `check_target`.
     """
     for entry in complete.iterdir():
         _sync(entry)

@@ -44,11 +44,7 @@ class FileRows:
 
     @staticmethod
     def of_npy(path: Path, name: Path | None = None) -> FileRows:
-        """The array of an `.npy` file.
-
-        Raises:
-            ValueError: when the file is not an `.npy` file, holds objects, or is shorter than its header says.
-        """
+        """The array of an `.npy` file."""
         with reading(name or path, "an .npy file of numbers"):
             refuse_irregular(path)
             array = np.load(path, mmap_mode="r", allow_pickle=False)

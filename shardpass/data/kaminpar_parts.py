@@ -58,11 +58,6 @@ def kaminpar_parts(
             given a sample of them (see `Adjacency`).
         node_weights: what each node weighs, [num_nodes]; by default the bytes of `Adjacency.weights`.
         threads: with one, the same seed mostly gives the same parts; KaMinPar does not promise it.
-
-    Raises:
-        MissingDependencyError: when kaminpar is not installed.
-        ValueError: when there is no room for the temporary files.
-        ShardpassError: when KaMinPar fails.
     """
     instead = "use method='metis', which needs pymetis, or method='random'"
     require("kaminpar", "kaminpar", "partitioning with method 'kaminpar', the default,", instead)

@@ -45,11 +45,7 @@ class Layout:
 
 
 def lay_out(part_of: dict[NodeType, Tensor], num_parts: int) -> Layout:
-    """The layout of an assignment of nodes to parts.
-
-    Raises:
-        ValueError: when a part has more nodes than int32 can number.
-    """
+    """The layout of an assignment of nodes to parts."""
     offsets, node_ids, new_ids = {}, {}, {}
     for node_type, parts in part_of.items():
         sizes = torch.bincount(parts, minlength=num_parts)

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from shardpass.core.ranks import COUNT, mismatch, refuse_irregular, tells_of_full_disk
+from shardpass.core.ranks import COUNT, TensorInfo, mismatch, refuse_irregular, tells_of_full_disk
 from shardpass.data.raw import FIELD_DTYPES, EdgeType, NodeType, Scalar
-from shardpass.data.tensor_file import FileRecord, TensorInfo
+from shardpass.data.tensor_file import FileRecord
 from shardpass.errors import StoreError
 
 FORMAT = "shardpass store"
@@ -109,11 +109,7 @@ class Manifest:
 
 
 def write_manifest(manifest: Manifest, path: Path) -> None:
-    """Write a manifest with the SHA-256 of its own text, in which 64 zeros stand for the checksum.
-
-    Raises:
-        StoreError: when the manifest has more bytes than `read_manifest` takes.
-    """
+    """Write a manifest with the SHA-256 of its own text, in which 64 zeros stand for the checksum."""
     document = {"format": FORMAT, "version": manifest.format_version, "sha256": _BLANK, **_to_json(manifest)}
     text = json.dumps(document, indent=1).encode()
     if len(text) > _MOST_BYTES:
@@ -123,12 +119,7 @@ def write_manifest(manifest: Manifest, path: Path) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of the store in a directory.
-
-    Raises:
-        StoreError: when the directory is missing or is not a store, or its manifest is altered, of a newer format, or
-            not of this one.
-    """
+    """The manifest of the store in a directory."""
     path = directory / MANIFEST_NAME
     if directory.is_file():
         raise StoreError(

@@ -16,10 +16,6 @@ def metis_parts(graph: RawGraph, parts: int, budget: Budget, seed: int, node_wei
 
     METIS sees one graph without directions and self-loops, in which parallel edges weigh as many. All edges are in
     memory, whatever the budget.
-
-    Raises:
-        MissingDependencyError: when pymetis is not installed.
-        ValueError: when the graph is too large for a METIS built with 32-bit numbers.
     """
     instead = "use method='kaminpar', which needs kaminpar"
     pymetis = require("pymetis", "metis", "partitioning with method 'metis'", instead)

@@ -74,9 +74,6 @@ def checked_edges(manifest: Manifest, edge_type: EdgeType, part: int, file: Tens
 
     Args:
         mapped: look at them in the mapped file, since they will be used there.
-
-    Raises:
-        StoreError: when the file is altered, or the numbers are not edges of such a part.
     """
     sources, targets = manifest.offsets[edge_type[0]], manifest.offsets[edge_type[2]]
     num_dst, num_edges = targets[part + 1] - targets[part], manifest.part_edges[edge_type][part]

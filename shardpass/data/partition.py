@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardpass.core.ranks import Ranks, parse_bytes, require_count
+from shardpass.core.ranks import Blocks, Ranks, parse_bytes, require_count
 from shardpass.data import keys
 from shardpass.data.atomic import check_target, publish
 from shardpass.data.doubts import Doubts
@@ -27,7 +27,7 @@ from shardpass.data.readers import GraphFiles, read, stream_files
 from shardpass.data.rows import Field, row_blocks
 from shardpass.data.streaming import MEMORY_BYTES, Budget, EdgesByPart, parts_of
 from shardpass.data.team import Team
-from shardpass.data.tensor_file import Blocks, FileRecord, write_tensors
+from shardpass.data.tensor_file import FileRecord, write_tensors
 from shardpass.errors import shorten_tracebacks
 
 _BLOCK_ROWS = 1 << 20

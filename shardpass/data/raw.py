@@ -103,10 +103,6 @@ class RawGraph:
 
         Args:
             share: says of which rows the ids are checked, if they are in files, given the number of rows.
-
-        Raises:
-            TypeError: when edge ends are not integers, or a tensor cannot hold a field.
-            ValueError: when a node type is unknown, an id is out of range, or a field has a wrong number of rows.
         """
         for node_type, count in self.num_nodes.items():
             _check_name(node_type)
@@ -182,11 +178,7 @@ def _check_name(name: Any) -> None:
 def checked_ids(
     values: Any, count: int, what: str, counted: str = "nodes", share: Callable[[int], range] = range
 ) -> Tensor | FileRows:
-    """The values as int32 or int64, [n], or in their file, after each has been found to be in `[0, count)`.
-
-    Raises:
-        TypeError, ValueError: when they are not such integers. The error calls them `what`.
-    """
+    """The values as int32 or int64, [n], or in their file, after each has been found to be in `[0, count)`."""
     ends: Tensor | FileRows
     if isinstance(values, FileRows):
         ends, what = values, f"{values.name}: {what}"

@@ -51,11 +51,7 @@ def row_blocks(field: Field, ids: Tensor | FileRows, block_bytes: int = BLOCK_BY
 
 
 def as_field(values: Any, what: str) -> Field:
-    """The field of an array. A sparse matrix of torch or SciPy stays sparse.
-
-    Raises:
-        TypeError: as `as_tensor`.
-    """
+    """The field of an array. A sparse matrix of torch or SciPy stays sparse."""
     if isinstance(values, FileRows):
         return values
     if hasattr(values, "tocsr"):  # of SciPy
@@ -70,11 +66,7 @@ def as_field(values: Any, what: str) -> Field:
 
 
 def csr_rows(values: Any, columns: Any, row_starts: Any, shape: tuple[int, int]) -> Tensor:
-    """The sparse matrix of SciPy's CSR arrays, in torch's CSR layout. Entries for the same place are added up.
-
-    Raises:
-        ValueError: when the arrays do not describe one matrix of this shape.
-    """
+    """The sparse matrix of SciPy's CSR arrays, in torch's CSR layout. Entries for the same place are added up."""
     values, columns, starts = (torch.as_tensor(array) for array in (values, columns, row_starts))
     if starts[:1].tolist() != [0]:
         raise ValueError("sparse features: the row starts do not begin with 0")
@@ -94,11 +86,7 @@ def _compressed(matrix: Tensor) -> Tensor:
 
 
 def as_tensor(values: Any, what: str) -> Tensor:
-    """The torch tensor of an array: dense, detached, and sharing the memory of the array where that is possible.
-
-    Raises:
-        TypeError: when a tensor cannot hold the values, such as objects and strings. The error calls them `what`.
-    """
+    """The torch tensor of an array: dense, detached, and sharing the memory of the array where that is possible."""
     if isinstance(values, Tensor):
         dense = values.detach() if values.layout is torch.strided else values.detach().to_dense()
         return dense.as_subclass(Tensor)

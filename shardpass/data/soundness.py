@@ -9,10 +9,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from shardpass.core.ranks import TensorInfo, header_of
 from shardpass.core.sharding import smallest_index_dtype
 from shardpass.data import keys
 from shardpass.data.manifest import Manifest
-from shardpass.data.tensor_file import TensorInfo, header_of
 from shardpass.errors import StoreError
 
 _MOST_NODES = 2**31  # of a part, since rows are int32

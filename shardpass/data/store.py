@@ -46,9 +46,6 @@ class Store:
 
         Args:
             mapped: read them into memory where the file is mapped, for `PartEdges.from_part`.
-
-        Raises:
-            StoreError: when they are altered, or are not what the manifest says of them.
         """
         return checked_edges(self.manifest, edge_type, part, self.files[part], mapped)
 
@@ -76,11 +73,7 @@ class Store:
         return ids
 
     def names(self, node_type: NodeType) -> Names | None:
-        """The names of all nodes of a type, by original id, verified. `None` if they have none.
-
-        Raises:
-            StoreError: when they are altered, or cannot be the names of these nodes.
-        """
+        """The names of all nodes of a type, by original id, verified. `None` if they have none."""
         file, key = self._names, keys.names_key(node_type)
         integers, strings = [key], [f"{key}/text", f"{key}/ends"]
         held = [] if file is None else [name for name in integers + strings if name in file.record.tensors]

@@ -42,11 +42,7 @@ def tally(store: Store, data: RankData) -> Tally:
 
 
 def check_tallies(path: Path, tallies: Iterable[Tally]) -> None:
-    """Return when the parts of the store at `path`, each in one of the tallies, are one graph.
-
-    Raises:
-        StoreError: when they are not.
-    """
+    """Return when the parts of the store at `path`, each in one of the tallies, are one graph."""
     total: Tally = {}
     for found in tallies:
         total = {statement: total.get(statement, 0) + number for statement, number in found.items()}

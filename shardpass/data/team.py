@@ -69,11 +69,7 @@ class Team:
         return unpacked
 
     def joined(self, writer: RowWriter) -> FileRows:
-        """The rows that all ranks have written, those of lower ranks first, in one file.
-
-        Raises:
-            ValueError: when they have several shapes or dtypes.
-        """
+        """The rows that all ranks have written, those of lower ranks first, in one file."""
         if self._comm is None:
             return writer.rows()
         pieces = self.gather("rows", [str(writer.path), writer.count, writer.dtype.str, writer.row_shape])
@@ -123,11 +119,7 @@ class Team:
         return [found.cpu().numpy().view(kind).reshape(-1) for found in self._comm.all_to_all(rows, label)]
 
     def agree(self, label: str, facts: dict[str, Any]) -> None:
-        """Return when all ranks have the same facts, which are representable in JSON.
-
-        Raises:
-            DivergenceError: on every rank, otherwise.
-        """
+        """Return when all ranks have the same facts, which are representable in JSON."""
         for rank, others in enumerate(self.gather(label, facts)):
             for name, value in facts.items():
                 if others[name] != value:

@@ -1,10 +1,5 @@
 """A file of named tensors in the safetensors format, with checksums that the caller keeps elsewhere.
 
-The safetensors package reads these files. It cannot write them: it wants every tensor in memory as a whole, and
-features may be larger than that. So `write_tensors` writes the format itself (https://huggingface.co/docs/safetensors):
-8 bytes with the length of the header, little-endian; the header, which is JSON with the dtype, shape and byte range of
-each tensor; then the bytes of the tensors, without gaps.
-
 The checksums of the header and of each tensor, and the size of the file, cover every byte.
 """
 
@@ -14,7 +9,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,30 +18,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shardpass.core.ranks import SAFETENSORS_NAMES, refuse_irregular, tells_of_full_disk
-from shardpass.errors import InternalError, StoreError
+from shardpass.core.ranks import (
+    SAFETENSORS_NAMES,
+    Blocks,
+    TensorInfo,
+    bytes_of,
+    header_of,
+    refuse_irregular,
+    tells_of_full_disk,
+    write_blocks,
+)
+from shardpass.errors import StoreError
 
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 _BLOCK_BYTES = 1 << 18
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """The dtype and the shape of a tensor in a file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Blocks(TensorInfo):
-    """A tensor to be written: its rows in consecutive blocks."""
-
-    blocks: Iterable[Tensor]
 
 
 @dataclass(frozen=True)
@@ -62,49 +47,13 @@ class FileRecord:
 def write_tensors(path: Path, tensors: Mapping[str, Blocks]) -> FileRecord:
     """The record of a new file with these tensors, which has been flushed to the disk."""
     header, num_bytes = header_of(tensors)
-    checksums = {}
     with tells_of_full_disk(path, num_bytes), open(path, "xb") as file:
         file.write(header)
-        for key in _in_order(tensors):
-            digest, written = hashlib.sha256(), 0
-            for block in tensors[key].blocks:
-                raw = _bytes_of(block)
-                digest.update(raw)
-                written += file.write(raw)
-            if written != tensors[key].num_bytes:
-                raise InternalError(
-                    f"{path.name}: wrote {written} bytes of {key!r}, announced {tensors[key].num_bytes}"
-                )
-            checksums[key] = digest.hexdigest()
+        checksums = write_blocks(file, tensors)
         file.flush()
         os.fsync(file.fileno())
         size = file.tell()
     return FileRecord(path.name, size, hashlib.sha256(header).hexdigest(), checksums)
-
-
-def _in_order(tensors: Mapping[str, TensorInfo]) -> list[str]:
-    """The keys, widest type first, so that every tensor starts at a multiple of its own item size."""
-    return sorted(tensors, key=lambda key: -tensors[key].dtype.itemsize)
-
-
-def header_of(tensors: Mapping[str, TensorInfo]) -> tuple[bytes, int]:
-    """The header of a file with these tensors, and the size of the whole file."""
-    entries: dict[str, Any] = {}
-    start = 0
-    for key in _in_order(tensors):
-        end = start + tensors[key].num_bytes
-        dtype, shape = SAFETENSORS_NAMES[tensors[key].dtype], list(tensors[key].shape)
-        entries[key] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, 8 + len(text) + start
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    if tensor.numel() == 0:
-        return memoryview(b"")
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _identity(file: Any) -> tuple[int, int]:
@@ -183,9 +132,6 @@ class TensorFile:
 
         Args:
             mapped: give views of the mapped file, whose pages are in memory from then on, in place of copies.
-
-        Raises:
-            StoreError: after the last block, when the bytes differ from the record. The error names the file.
         """
         digest, info = hashlib.sha256(), self._infos[key]
         count, step = math.prod(info.shape), _BLOCK_BYTES // info.dtype.itemsize
@@ -193,16 +139,12 @@ class TensorFile:
         for start in range(0, count, step):
             stop = min(start + step, count)
             block = self.read(key, start, stop) if whole is None else whole[start:stop]
-            digest.update(_bytes_of(block))
+            digest.update(bytes_of(block))
             yield block
         self._compare(digest.hexdigest(), self.record.tensors[key], f"the tensor {key!r}")
 
     def verified(self, key: str) -> Tensor:
-        """A tensor whose memory is the file's, after its bytes have been checked against the record.
-
-        Raises:
-            StoreError: when they differ. The error names the file.
-        """
+        """A tensor whose memory is the file's, after its bytes have been checked against the record."""
         for _ in self.blocks(key, mapped=True):
             pass
         return self.tensor(key)

@@ -212,6 +212,20 @@ def plan(
     return _plan_on_first_rank(comm, _Planner(training, graph, options, _ranks_per_host(comm), progress), modes, limit)
 
 
+@contextmanager
+def _older_objects_left_alone() -> Iterator[None]:
+    """A block in which Python's collector looks at new objects only. Each dry run calls it, and modules are many."""
+    gc.collect()
+    is_ours = gc.get_freeze_count() == 0
+    if is_ours:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if is_ours:
+            gc.unfreeze()
+
+
 @dataclass(frozen=True)
 class _Planner:
     """Makes the estimates of one plan."""
@@ -226,13 +240,10 @@ class _Planner:
         if self.per_host < 1:
             raise ValueError(f"ranks_per_host is at least 1, got {self.per_host}")
 
+    @_older_objects_left_alone()
     def plan(self, ranks: Sequence[int], modes: Iterable[Mode], budget: int | None) -> Plan:
         """The plan for these numbers of ranks and modes."""
-        with _older_objects_left_alone():
-            return self._plan(ranks, tuple(modes), budget)
-
-    def _plan(self, ranks: Sequence[int], modes: Sequence[Mode], budget: int | None) -> Plan:
-        rows: list[Estimate] = []
+        modes, rows = tuple(modes), list[Estimate]()
         left_out: dict[Mode, str] = {}
         for index, count in enumerate(ranks):
             count = require_count(count, "ranks", "plan(model, graph, ranks)", 1, _MOST_RANKS)
@@ -262,20 +273,6 @@ class _Planner:
         return None
 
 
-@contextmanager
-def _older_objects_left_alone() -> Iterator[None]:
-    """A block in which Python's collector looks at new objects only. Each dry run calls it, and modules are many."""
-    gc.collect()
-    is_ours = gc.get_freeze_count() == 0
-    if is_ours:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if is_ours:
-            gc.unfreeze()
-
-
 def _ranks_per_host(comm: Ranks) -> int:
     """How many ranks share memory on the host that has most of them. Collective."""
     here = len(comm.local_ranks) if shares_rows(comm) else 1
@@ -289,7 +286,7 @@ def _plan_on_first_rank(comm: Ranks, planner: _Planner, modes: Iterable[Mode], b
     if comm.rank == 0:
         try:
             made = planner.plan([comm.size], modes, budget)
-            larger = [] if made.larger is None else [asdict(made.larger)]
+            larger = None if made.larger is None else asdict(made.larger)
             mine = {"rows": [asdict(row) for row in made.rows], "left_out": made.left_out, "larger": larger}
         except Exception as error:  # whatever the model raises: the other ranks are waiting
             problem, mine = error, {"problem": f"{type(error).__name__}: {error}"}
@@ -298,15 +295,8 @@ def _plan_on_first_rank(comm: Ranks, planner: _Planner, modes: Iterable[Mode], b
         raise problem
     if "problem" in found:
         raise PeerFailure(f"rank 0 could not make the plan: {found['problem']}")
-    received = {name: [Estimate(**row) for row in found[name]] for name in ("rows", "larger")}
-    return Plan(
-        received["rows"],
-        budget,
-        found["left_out"],
-        next(iter(received["larger"]), None),
-        planner.options,
-        planner.per_host,
-    )
+    rows, fits = [Estimate(**row) for row in found["rows"]], found["larger"] and Estimate(**found["larger"])
+    return Plan(rows, budget, found["left_out"], fits, planner.options, planner.per_host)
 
 
 def _training(

@@ -121,7 +121,7 @@ def test_ranks_on_one_host_divide_its_cores(monkeypatch, before, cores, others, 
     found = [before]
     monkeypatch.setattr(torch, "get_num_threads", lambda: found[-1])
     monkeypatch.setattr(torch, "set_num_threads", found.append)
-    monkeypatch.setattr(connect_module, "_usable_cores", lambda: set(cores))
+    monkeypatch.setattr(connect_module, "usable_cores", lambda: set(cores))
     connect_module._share_cores(SimpleNamespace(rank=0, all_gather_object=gather))
     assert found[-1] == after
 
@@ -140,7 +140,7 @@ def test_processes_divide_the_cores_when_they_connect(variable):
     children = [subprocess.Popen(command, env=env | {"RANK": rank}, stdout=subprocess.PIPE, text=True) for rank in "01"]
     for child in children:
         before, after, ranks = map(int, child.communicate(timeout=480)[0].split())
-        cores = len(connect_module._usable_cores())
+        cores = len(connect_module.usable_cores())
         assert ranks == 2 and after == (2 if variable else min(before, max(1, cores // 2)))
 
 

@@ -14,8 +14,7 @@ from cli_helpers import launched, passed
 from rich.console import Console
 
 from shardpass.cli.demo import stages
-from shardpass.cli.demo.child import follow
-from shardpass.cli.demo.program import Program, Stage
+from shardpass.cli.demo.program import Program, Stage, follow
 from shardpass.errors import ShardpassError
 
 CHILD = """

@@ -97,10 +97,12 @@ def test_the_report_of_torchrun_ends_with_the_sentence(folder: Path) -> None:
     assert lines[-1].startswith("====") and SENTENCE in lines[-2] and lines[-2].startswith("  traceback :")
 
 
-def raised(make: str) -> BaseException:
+def raised(make: str, folder: Path) -> BaseException:
     """An error from a function whose module has the name of one of ours."""
     names = {"__name__": "shardpass.made_up", "InternalError": InternalError, "RefusedError": RefusedError}
-    exec(f"def fail():\n    {make}", names)
+    file = folder / f"made_up_{len(list(folder.iterdir()))}.py"
+    file.write_text(f"def fail():\n    {make}")
+    exec(compile(file.read_text(), file, "exec"), names)
     try:
         names["fail"]()  # type: ignore[operator]
     except Exception as error:
@@ -108,16 +110,16 @@ def raised(make: str) -> BaseException:
     raise AssertionError(f"{make} raised nothing")
 
 
-def test_a_defect_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_defect_of_ours_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SHARDPASS_DEBUG", raising=False)
     for make in ("{}['x']", "None + 1", "raise InternalError('a defect')"):
-        error = raised(make)
+        error = raised(make, tmp_path)
         assert not shorten(error) and error.__traceback__ is not None and error.__traceback__.tb_next is not None
-    error = raised("raise RefusedError('no') from KeyError('x')")
+    error = raised("raise RefusedError('no') from KeyError('x')", tmp_path)
     assert shorten(error) and error.__traceback__ is not None and error.__traceback__.tb_next is None
     assert error.__cause__ is None and error.__suppress_context__
     monkeypatch.setenv("SHARDPASS_DEBUG", "1")
-    assert not shorten(raised("raise RefusedError('no')"))
+    assert not shorten(raised("raise RefusedError('no')", tmp_path))
 
 
 def test_the_hook_is_set_once_and_only_in_the_place_of_pythons_own(monkeypatch: pytest.MonkeyPatch) -> None:

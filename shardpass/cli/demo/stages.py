@@ -17,8 +17,7 @@ from rich.console import Console
 
 from shardpass.cli.console import output
 from shardpass.cli.demo.chart import draw
-from shardpass.cli.demo.child import follow
-from shardpass.cli.demo.program import Program, Stage
+from shardpass.cli.demo.program import Program, Stage, follow
 from shardpass.cli.graphs import Arrays, digits, powerlaw
 from shardpass.cli.launch import find_program, launch_command, launcher_environment, typed_command
 from shardpass.cli.memory import exact_allocator
@@ -44,13 +43,8 @@ _DIGITS = Setup("digits", 64, 8, 30, 0.02)
 
 def run_demo(folder: Path, ranks: int, num_nodes: int) -> None:
     """Run both stages, print what they show, write ``demo.json`` and ``demo.png`` into `folder`."""
-    for module, extra in (
-        ("torch_geometric", "pyg"),
-        ("sklearn", "all"),
-        ("matplotlib", "all"),
-        ("kaminpar", "kaminpar"),
-    ):
-        require(module, extra, "shardpass demo")
+    for module in ("torch_geometric", "sklearn", "matplotlib", "kaminpar"):
+        require(module, "all", "shardpass demo")
     console, start = output(), perf_counter()
     folder.mkdir(parents=True, exist_ok=True)
     launcher = choose_launcher(console)
@@ -61,10 +55,23 @@ def run_demo(folder: Path, ranks: int, num_nodes: int) -> None:
     graph = powerlaw(num_nodes)
     num_edges = int(graph["edge_index"].shape[1])
     large = _run_stage(_POWERLAW, graph, folder, ranks, launcher, console)
-    console.print(large.table(has_learnt=False), _of_memory(large))
+    (plain,), peaks = large.plain.peaks, large.sharded.peaks
+    console.print(
+        large.table(has_learnt=False),
+        f"Memory: a rank needs {bytes_text(max(peaks))} where plain PyG needs {bytes_text(plain)}, "
+        f"{max(1, plain) / max(1, max(peaks)):.1f} times as much; all {ranks} ranks together need "
+        f"{bytes_text(sum(peaks))}. Messages are made in chunks, and ranks share the graph.\n"
+        f"Time: an epoch takes {large.sharded.seconds / large.plain.seconds:.1f} times as long as plain PyG's, on "
+        f"{os.cpu_count()} cores. Losses: the largest gap is {large.gap:.0e}.",
+    )
     console.print("[bold]2 of 2, the same result[/bold]: 1,797 handwritten digits, each with its 10 nearest neighbours")
     small = _run_stage(_DIGITS, digits(), folder, ranks, launcher, console)
-    console.print(small.table(has_learnt=True), _of_results(small))
+    console.print(
+        small.table(has_learnt=True),
+        f"Results: losses of one process and of {ranks} ranks differ by {small.gap:.0e} at most, in float32.\n"
+        f"Fixed cost: of these {bytes_text(max(small.sharded.peaks))} per rank, nearly all is code, compiled loops and "
+        f"buffers, which do not grow with the graph. So a graph as tiny as this one gains nothing from ranks.",
+    )
     draw(large, small, f"{num_nodes:,} nodes, {num_edges / 1e6:.1f} M edges", folder / "demo.png")
     _write({"powerlaw": large, "digits": small}, num_nodes, num_edges, ranks, folder / "demo.json")
     console.print(f"Files: {folder}/demo.png (a chart), demo.json (all numbers), *-parts (the graphs).")
@@ -81,7 +88,7 @@ def choose_launcher(console: Console) -> str:
         require("mpi4py", "mpi", "a run under mpirun")
     except MissingDependencyError:
         reason = "mpi4py is not installed"
-    if not (find_program("mpirun") or find_program("mpiexec")):
+    if not find_program("mpirun", "mpiexec"):
         reason = reason or "there is no mpirun here"
     if not reason:
         return "mpirun"
@@ -109,27 +116,6 @@ def _run_stage(setup: Setup, graph: Arrays, folder: Path, ranks: int, launcher: 
     sharded = follow([*command, *arguments], env, title, setup.epochs, console)
     file.unlink()
     return Stage(Program(plain), Program(sharded), launcher)
-
-
-def _of_memory(stage: Stage) -> str:
-    """What the first stage shows."""
-    (plain,), sharded = stage.plain.peaks, stage.sharded.peaks
-    return (
-        f"Memory: a rank needs {bytes_text(max(sharded))} where plain PyG needs {bytes_text(plain)}, "
-        f"{max(1, plain) / max(1, max(sharded)):.1f} times as much; all {len(sharded)} ranks together need "
-        f"{bytes_text(sum(sharded))}. Messages are made in chunks, and ranks share the graph.\n"
-        f"Time: an epoch takes {stage.sharded.seconds / stage.plain.seconds:.1f} times as long as plain PyG's, on "
-        f"{os.cpu_count()} cores. Losses: the largest gap is {stage.gap:.0e}."
-    )
-
-
-def _of_results(stage: Stage) -> str:
-    """What the second stage shows, and the cost that a small graph lays open."""
-    return (
-        f"Results: losses of one process and of {len(stage.sharded.peaks)} ranks differ by {stage.gap:.0e} at most, in "
-        f"float32.\nFixed cost: of these {bytes_text(max(stage.sharded.peaks))} per rank, nearly all is code, compiled "
-        f"loops and buffers, which do not grow with the graph. So a graph as tiny as this one gains nothing from ranks."
-    )
 
 
 def _write(stages: dict[str, Stage], num_nodes: int, num_edges: int, ranks: int, path: Path) -> None:

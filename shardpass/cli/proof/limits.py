@@ -1,8 +1,7 @@
-"""How many cores and how much memory this process may use: what the kernel, a container or a batch system allows."""
+"""How much memory this process may use: what the kernel, a container or a batch system allows."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,12 +18,6 @@ def memory_limit(root: Path = _ROOT) -> tuple[int, str]:
     """
     found = [*_cgroup_limits(root), *_resource_limits(), *_memory_of_host(root)]
     return min(found, default=(0, ""))
-
-
-def usable_cores() -> int:
-    """The cores that this process may run on, a bit for each."""
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return sum(1 << core for core in cores)
 
 
 def _cgroup_limits(root: Path) -> Iterator[tuple[int, str]]:

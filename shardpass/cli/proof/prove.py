@@ -9,14 +9,13 @@ from operator import or_
 from time import perf_counter, sleep
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 import shardpass as sp
-from shardpass.backends.hosts import machine
+from shardpass.backends.hosts import machine, usable_cores
 from shardpass.cli.console import fail, output
 from shardpass.cli.proof.exactness import BOUND, Exactness, compare
-from shardpass.cli.proof.limits import memory_limit, usable_cores
+from shardpass.cli.proof.limits import memory_limit
 from shardpass.cli.proof.links import Link, measure, slowest, stragglers
 from shardpass.core.exchange import shares_rows
 from shardpass.core.ranks import Ranks, bytes_text
@@ -51,20 +50,10 @@ class Place:
     @classmethod
     def of_this_process(cls, comm: Ranks) -> Place:
         """That of the rank `comm`."""
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        memory, bound_by = memory_limit()
+        gpus, threads = torch.cuda.device_count() if torch.cuda.is_available() else 0, torch.get_num_threads()
         versions = f"shardpass {sp.__version__}, torch {torch.__version__}"
-        return cls(
-            host=socket.gethostname(),
-            machine=machine(),
-            device=str(comm.device),
-            gpus=gpus,
-            cores=hex(usable_cores()),
-            threads=torch.get_num_threads(),
-            memory=memory,
-            bound_by=bound_by,
-            versions=versions,
-        )
+        cores, memory = hex(sum(1 << core for core in usable_cores())), memory_limit()
+        return cls(socket.gethostname(), machine(), str(comm.device), gpus, cores, threads, *memory, versions)
 
 
 @dataclass(frozen=True)
@@ -100,7 +89,7 @@ def prove_rank(comm: Ranks, config: None = None) -> Verdict:
     console.print("comparing a model on these ranks with one process (a first run compiles loops) ...")
     exact = compare(comm)
     shared = shares_rows(comm)
-    problems = [*_of_versions(places), *_of_links(links, places), *_of_exactness(exact)]
+    problems = _problems(places, links, exact)
     if exact is not None:
         worst = max(exact.errors.values())
         console.print(
@@ -110,17 +99,13 @@ def prove_rank(comm: Ranks, config: None = None) -> Verdict:
     for note in _notes(places, links, exact, shared):
         console.print(f"note: {note}", markup=False)
     if not problems:
-        _say_passed(console, comm.size, perf_counter() - start)
-    return Verdict(problems, comm.rank)
-
-
-def _say_passed(console: Console, ranks: int, seconds: float) -> None:
-    console.print(f"passed: {_count(ranks, 'rank')} in {seconds:.1f} s")
-    if ranks == 1:
+        console.print(f"passed: {_count(comm.size, 'rank')} in {perf_counter() - start:.1f} s")
+    if not problems and comm.size == 1:
         console.print(
             "This was one rank alone. To test more, put a launcher before it, as in `mpirun -n 4 shardpass test` or "
             "`torchrun --nproc-per-node 4 --no-python shardpass test`, or add --ranks 4."
         )
+    return Verdict(problems, comm.rank)
 
 
 def _ranks_table(places: list[Place]) -> Table:
@@ -155,35 +140,27 @@ def _links_table(links: list[Link], places: list[Place]) -> Table:
     return table
 
 
-def _of_versions(places: list[Place]) -> list[str]:
+def _problems(places: list[Place], links: list[Link], exact: Exactness | None) -> list[str]:
+    first, told = places[0], list[str]()
     for rank, place in enumerate(places):
-        if place.versions != places[0].versions:
-            return [
-                f"rank {rank} on {place.host} runs {place.versions}, but rank 0 on {places[0].host} runs "
-                f"{places[0].versions}: install the same versions on every host"
-            ]
-    return []
-
-
-def _of_links(links: list[Link], places: list[Place]) -> list[str]:
-    return [
+        if place.versions != first.versions and not told:
+            told.append(
+                f"rank {rank} on {place.host} runs {place.versions}, but rank 0 on {first.host} runs "
+                f"{first.versions}: install the same versions on every host"
+            )
+    told += [
         f"rank {link.target} on {places[link.target].host} received other numbers than rank {link.source} on "
         f"{places[link.source].host} sent: the network or the MPI library between them is broken"
         for link in links
         if not link.is_right
     ]
-
-
-def _of_exactness(exact: Exactness | None) -> list[str]:
-    if exact is None:
-        return []
-    mode, worst = max(exact.errors.items(), key=lambda entry: entry[1])
-    if worst <= BOUND:
-        return []
-    return [
-        f"a {exact.model} on these ranks differs from the same model in one process by {worst:.0e} in mode {mode}, but "
-        f"at most {BOUND:.0e} is expected: please report it with this output"
-    ]
+    mode, worst = max(exact.errors.items(), key=lambda entry: entry[1]) if exact else ("", 0.0)
+    if exact and not worst <= BOUND:
+        told.append(
+            f"a {exact.model} on these ranks differs from the same model in one process by {worst:.0e} in mode {mode}, "
+            f"but at most {BOUND:.0e} is expected: please report it with this output"
+        )
+    return told
 
 
 def _notes(places: list[Place], links: list[Link], exact: Exactness | None, shared: bool) -> list[str]:

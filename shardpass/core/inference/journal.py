@@ -15,13 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardpass.core.inference.deferred import Deferral, DeferredRows, block_of, in_memory
 from shardpass.core.inference.row_sources import spans
-from shardpass.core.ranks import Ranks, agree, fail_together
-from shardpass.core.training import RowBlocks, read_verified, write_verified
+from shardpass.core.ranks import Blocks, Ranks, agree, fail_together
+from shardpass.core.training import read_verified, write_verified
 from shardpass.errors import RefusedError
 
 
@@ -153,8 +152,8 @@ class Journal:
             self.folder.parent.rmdir()
 
 
-def _in_blocks(tensor: Tensor) -> Tensor | RowBlocks:
+def _in_blocks(tensor: Tensor) -> Tensor | Blocks:
     if not isinstance(tensor, DeferredRows):
         return tensor
     blocks = (block_of(tensor, *span) for span in spans(tensor.size(0), [tensor]))
-    return RowBlocks(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), blocks)
+    return Blocks(tensor.dtype, tuple(tensor.shape), blocks)

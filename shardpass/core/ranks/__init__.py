@@ -67,6 +67,7 @@ from shardpass.core.ranks.rows import (
     plain_of,
 )
 from shardpass.core.ranks.schema import COUNT, mismatch
+from shardpass.core.ranks.tensor_blocks import Blocks, TensorInfo, bytes_of, header_of, write_blocks
 from shardpass.core.ranks.units import (
     SAFETENSORS_NAMES,
     bytes_text,
@@ -82,6 +83,7 @@ __all__ = [
     "COUNT",
     "MODES",
     "SAFETENSORS_NAMES",
+    "Blocks",
     "FetchedUnwrapped",
     "FollowedTensor",
     "Gives",
@@ -95,11 +97,13 @@ __all__ = [
     "ResultWatch",
     "RowSet",
     "RowWatch",
+    "TensorInfo",
     "agree",
     "all_reduce_sum",
     "allocate",
     "autograd_leaves",
     "begin_call",
+    "bytes_of",
     "bytes_text",
     "chained",
     "decorrelate",
@@ -117,6 +121,7 @@ __all__ = [
     "get_random_state",
     "has_drawn",
     "has_raw_parameter",
+    "header_of",
     "is_differentiable",
     "is_made_of_parameters",
     "is_out_of_memory",
@@ -154,4 +159,5 @@ __all__ = [
     "torch_private",
     "unfollowed",
     "warn_of_unwrapped",
+    "write_blocks",
 ]

@@ -28,7 +28,7 @@ from shardpass.core.training.row_norm import RowNorm
 from shardpass.core.training.same_model import LIBRARIES, refuse_unlike
 from shardpass.core.training.shared_copy import follow, shared_copy
 from shardpass.core.training.statistics import row_moments, shifted, total_rows
-from shardpass.core.training.verified_file import RowBlocks, digest, read_verified, tensor_places, write_verified
+from shardpass.core.training.verified_file import digest, read_verified, tensor_places, write_verified
 
 __all__ = [
     "BATCH_NORMS",
@@ -36,7 +36,6 @@ __all__ = [
     "DistributedBatchNorm",
     "GradientSums",
     "Moments",
-    "RowBlocks",
     "RowNorm",
     "SteadyNorms",
     "accuracy",

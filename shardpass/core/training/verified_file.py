@@ -5,29 +5,28 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from shardpass.core.ranks import SAFETENSORS_NAMES, describe, refuse_irregular, tells_of_full_disk
+from shardpass.core.ranks import (
+    SAFETENSORS_NAMES,
+    Blocks,
+    bytes_of,
+    dtype_name,
+    header_of,
+    refuse_irregular,
+    tells_of_full_disk,
+    write_blocks,
+)
+
+_BLANK = "0" * 64
 
 
-@dataclass(frozen=True)
-class RowBlocks:
-    """A tensor to be written: its shape and dtype, and its rows in blocks, which need not be in memory together."""
-
-    like: Tensor
-    blocks: Iterable[Tensor]
-
-
-def write_verified(path: Path, tensors: Mapping[str, Tensor | RowBlocks], text: str = "") -> None:
+def write_verified(path: Path, tensors: Mapping[str, Tensor | Blocks], text: str = "") -> None:
     """Write `text` and `tensors` under another name, flush them to the disk, and give the file its name.
-
-    The format is safetensors, which the package of that name would write too; but it wants a copy of all tensors.
 
     Missing folders are made. If anything is raised, nothing is left behind, and an older file stays as it was.
 
@@ -38,9 +37,10 @@ def write_verified(path: Path, tensors: Mapping[str, Tensor | RowBlocks], text: 
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)  # and nothing that it may point to is written
+    blocks = {name: Blocks.of(t) if isinstance(t, Tensor) else t for name, t in sorted(tensors.items())}
     try:
-        with tells_of_full_disk(path, _num_bytes(tensors, text)):
-            _fill(temporary, tensors, text)
+        with tells_of_full_disk(path, _header(text, _BLANK, blocks)[1]):
+            _fill(temporary, blocks, text)
             with open(temporary, "rb+") as file:
                 os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -54,49 +54,17 @@ def write_verified(path: Path, tensors: Mapping[str, Tensor | RowBlocks], text: 
         raise
 
 
-def _fill(path: Path, tensors: Mapping[str, Tensor | RowBlocks], text: str) -> None:
+def _fill(path: Path, tensors: Mapping[str, Blocks], text: str) -> None:
     """Write everything; the checksum, which stands first, at last."""
     with open(path, "xb") as file:
-        file.write(_header(text, "0" * 64, tensors))
-        digests = {name: _write(file, tensors[name]) for name in _in_order(tensors)}
+        file.write(_header(text, _BLANK, tensors)[0])
+        digests = write_blocks(file, tensors)
         file.seek(0)
-        file.write(_header(text, _checksum(text, tensors, digests), tensors))
+        file.write(_header(text, _checksum(text, tensors, digests), tensors)[0])
 
 
-def _like(value: Tensor | RowBlocks) -> Tensor:
-    return value.like if isinstance(value, RowBlocks) else value
-
-
-def _in_order(tensors: Mapping[str, Tensor | RowBlocks]) -> list[str]:
-    """The names, the widest type first, so that every tensor begins at a multiple of its item size."""
-    return sorted(tensors, key=lambda name: (-_like(tensors[name]).itemsize, name))
-
-
-def _header(text: str, checksum: str, tensors: Mapping[str, Tensor | RowBlocks]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"shardpass": text, "checksum": checksum}}
-    start = 0
-    for name in _in_order(tensors):
-        like = _like(tensors[name])
-        stop = start + like.numel() * like.itemsize
-        entries[name] = {"dtype": SAFETENSORS_NAMES[like.dtype], "shape": [*like.shape], "data_offsets": [start, stop]}
-        start = stop
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header
-
-
-def _num_bytes(tensors: Mapping[str, Tensor | RowBlocks], text: str) -> int:
-    return len(_header(text, "0" * 64, tensors)) + sum(_like(value).nbytes for value in tensors.values())
-
-
-def _write(file: BinaryIO, value: Tensor | RowBlocks) -> str:
-    """Write a tensor; the SHA-256 of its bytes."""
-    total = hashlib.sha256()
-    for block in value.blocks if isinstance(value, RowBlocks) else [value]:
-        content: Any = block.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        total.update(content)
-        file.write(content)
-    return total.hexdigest()
+def _header(text: str, checksum: str, tensors: Mapping[str, Blocks]) -> tuple[bytes, int]:
+    return header_of(tensors, {"shardpass": text, "checksum": checksum})
 
 
 def read_verified(path: Path) -> tuple[str, dict[str, Tensor]]:
@@ -141,15 +109,14 @@ def tensor_places(path: Path) -> dict[str, tuple[Tensor, int]]:
     }
 
 
-def _checksum(text: str, tensors: Mapping[str, Tensor | RowBlocks], digests: dict[str, str]) -> str:
+def _checksum(text: str, tensors: Mapping[str, Tensor | Blocks], digests: dict[str, str]) -> str:
     total = hashlib.sha256(text.encode())
     for name, tensor in sorted(tensors.items()):
-        total.update(f"\0{name} {describe(_like(tensor))}\0".encode())
+        total.update(f"\0{name} {dtype_name(tensor.dtype)} {list(tensor.shape)}\0".encode())
         total.update(bytes.fromhex(digests[name]))
     return total.hexdigest()
 
 
 def digest(tensor: Tensor) -> str:
-    """The SHA-256 of the bytes of a CPU tensor."""
-    content: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(content).hexdigest()
+    """The SHA-256 of the bytes of a tensor."""
+    return hashlib.sha256(bytes_of(tensor)).hexdigest()

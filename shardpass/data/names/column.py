@@ -61,11 +61,7 @@ class IdColumn:
 
 
 def name_type(found: Any, what: str) -> Any:
-    """The type of pyarrow in which names of the type `found` are kept.
-
-    Raises:
-        TypeError: when they are neither strings nor integers.
-    """
+    """The type of pyarrow in which names of the type `found` are kept."""
     arrow = require("pyarrow", "names", "names of nodes")
     kinds = arrow.types
     plain = found.value_type if kinds.is_dictionary(found) else found
@@ -84,11 +80,7 @@ def column_of_names(names: Names, what: str, as_text: bool) -> IdColumn:
 
 
 def column_of(values: Any, what: str) -> IdColumn:
-    """The column of names in memory: a list, an array or a tensor of strings or integers.
-
-    Raises:
-        TypeError: when they are of several types, or neither strings nor integers. The error calls them `what`.
-    """
+    """The column of names in memory: a list, an array or a tensor of strings or integers."""
     arrow = require("pyarrow", "names", "names of nodes")
     plain = values.cpu().numpy() if isinstance(values, Tensor) else values
     try:

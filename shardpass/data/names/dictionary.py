@@ -43,12 +43,7 @@ class Dictionary:
     budget: Budget
 
     def numbers(self, column: IdColumn) -> FileRows:
-        """The number of the node in each row of a column, int64 [n], in a temporary file.
-
-        Raises:
-            TypeError: when the column holds strings and the names are integers, or the other way round.
-            ValueError: when a row has no name, or one that no node has.
-        """
+        """The number of the node in each row of a column, int64 [n], in a temporary file."""
         _check_kind(column, self.kind, self.what)
         path, unknown, done = self.budget.file(), Examples(), 0
         if column.count:
@@ -85,11 +80,7 @@ def _check_known(column: IdColumn, unknown: Examples, what: str) -> None:
 
 
 def find_names(names: Names, column: IdColumn, what: str, budget: Budget) -> np.ndarray:
-    """The number of the node in each row of a short column, int64 [n]. All names are read, and none are kept.
-
-    Raises:
-        TypeError, ValueError: as `Dictionary.numbers`.
-    """
+    """The number of the node in each row of a short column, int64 [n]. All names are read, and none are kept."""
     _check_kind(column, "integers" if names.ends is None else "strings", what)
     with _database(budget) as base:
         with _stream(base, column):
@@ -115,9 +106,6 @@ def open_dictionary(names: Names, what: str, as_text: bool, budget: Budget) -> I
         what: where they are from, for error messages.
         as_text: whether what will be looked up was read from text, so that the integer 7 is found as ``7``.
         budget: how much memory DuckDB may use, and the folder of its temporary files.
-
-    Raises:
-        ValueError: when several nodes have the same name.
     """
     kind = "integers" if names.ends is None else "strings"
     with _database(budget) as base:
@@ -139,10 +127,6 @@ def distinct_names(columns: list[IdColumn], budget: Budget) -> Names:
     """The names that occur in some columns, each once, in ascending order: integers by value, strings by their bytes.
 
     Of text, what looks like a number comes first, by value.
-
-    Raises:
-        TypeError: when the columns have different types.
-        ValueError: when a row has no name.
     """
     first = columns[0]
     for column in columns:

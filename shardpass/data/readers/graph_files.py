@@ -124,11 +124,7 @@ def stream_edge_list(
 
 
 def open_edges(path: Path, budget: Budget) -> tuple[EdgeArrays, FileRows | None]:
-    """Both ends of the edges in a file, and their weights if they are in it too. Collective.
-
-    Raises:
-        ValueError, TypeError: when the file does not hold edges. The error names the file and the place.
-    """
+    """Both ends of the edges in a file, and their weights if they are in it too. Collective."""
     if is_text(path):
         return text_edges(path, budget)
     if path.suffix == ".parquet" or path.is_dir():
@@ -137,11 +133,7 @@ def open_edges(path: Path, budget: Budget) -> tuple[EdgeArrays, FileRows | None]
 
 
 def open_rows(path: Path, budget: Budget) -> FileRows:
-    """The array in a file or in an `.npz` archive (``graph.npz/x.npy``), one row per node or edge. Collective.
-
-    Raises:
-        ValueError, TypeError: when the file does not hold numbers. The error names the file and the place.
-    """
+    """The array in a file or in an `.npz` archive (``graph.npz/x.npy``), one row per node or edge. Collective."""
     if path.suffix == ".parquet" or path.is_dir():
         return parquet_rows(path, budget)
     return budget.team.first(str(path), lambda: _open_rows(path, budget.alone))
@@ -166,11 +158,7 @@ def _unpacked(path: Path, budget: Budget) -> FileRows:
 
 
 def columns_of(edges: FileRows | Tensor, where: str = "") -> EdgeArrays:
-    """Both ends of edges of the shape [2, num_edges] or [num_edges, 2].
-
-    Raises:
-        ValueError: for another shape, or one that can be read both ways.
-    """
+    """Both ends of edges of the shape [2, num_edges] or [num_edges, 2]."""
     shape = list(edges.shape)
     if len(shape) != 2 or 2 not in shape:
         raise ValueError(f"{where}edges have the shape {shape}; expected [2, num_edges] or [num_edges, 2]")

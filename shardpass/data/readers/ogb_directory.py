@@ -59,11 +59,7 @@ def has_several_types(folder: Path) -> bool:
 
 
 def find_arrays(folder: Path) -> OgbArrays:
-    """The arrays in a directory.
-
-    Raises:
-        ValueError: when a file is missing or cannot be read.
-    """
+    """The arrays in a directory."""
     raw, splits = folder / "raw", sorted(path for path in (folder / "split").glob("*") if path.is_dir())
     if len(splits) > 1:
         raise ValueError(f"{folder / 'split'} holds {len(splits)} splits; expected one: move the others elsewhere")

@@ -25,10 +25,6 @@ def parquet_edges(path: Path, budget: Budget) -> tuple[EdgeArrays, FileRows | No
     """Both ends of the edges in a file or a folder of files, and their weights if there is a column of them.
 
     Collective. Each rank copies its share of the rows.
-
-    Raises:
-        ValueError: when the columns cannot be told apart, or a value is missing.
-        TypeError: when ids are not integers.
     """
     table = opened(path)
     names = table.schema.names
@@ -60,9 +56,6 @@ def parquet_rows(path: Path, budget: Budget) -> FileRows:
 
     Each rank copies its share. One column gives [num_rows], or [num_rows, length] if it holds lists. Several columns
     give [num_rows, columns] in their common type. A column of ids must count from 0, and is left out.
-
-    Raises:
-        ValueError: when a value is missing, lists have several lengths, or the ids are not 0, 1, 2, ...
     """
     table = opened(path)
     ids = [name for name in table.schema.names if name in ID_NAMES]

@@ -35,11 +35,7 @@ class Table:
         return record_batches(dataset, self.num_rows, self.path, _kind(self.is_text), list(types), budget)
 
     def ids(self, name: str, budget: Budget) -> IdColumn:
-        """A column of names. Those of a CSV file are strings here, whatever they look like.
-
-        Raises:
-            TypeError: when the column holds neither strings nor integers.
-        """
+        """A column of names. Those of a CSV file are strings here, whatever they look like."""
         arrow = require("pyarrow", "names", "tables of edges and nodes")
         what = f"{self.path}, column {name!r}"
         kind = arrow.large_string() if self.is_text else name_type(self.types[name], what)
@@ -52,11 +48,7 @@ class Table:
 
 
 def open_table(path: Path) -> Table:
-    """The table in a file or a folder.
-
-    Raises:
-        ValueError: when it cannot be read, or two columns have one name.
-    """
+    """The table in a file or a folder."""
     is_text = path.name.endswith((".csv", ".csv.gz"))
     dataset = _text(path, {}) if is_text else opened(path)
     names = dataset.schema.names

@@ -33,9 +33,6 @@ def text_edges(path: Path, budget: Budget) -> tuple[EdgeArrays, FileRows | None]
     """Both ends of the edges in a text file, and their weights if there is a third column.
 
     Collective. Each rank reads its share of the lines; a compressed file is read by rank 0.
-
-    Raises:
-        ValueError: when the columns are not source, destination and perhaps a weight, or hold no such numbers.
     """
     names, columns = _header(path)
     if columns not in (0, 2, 3):
@@ -61,11 +58,7 @@ def text_edges(path: Path, budget: Budget) -> tuple[EdgeArrays, FileRows | None]
 
 
 def text_rows(path: Path, budget: Budget) -> FileRows:
-    """The numbers of a text file, [num_rows] or [num_rows, columns]: int64 if all are whole, else float32.
-
-    Raises:
-        ValueError: when something is not a number, or a row has another number of columns than the first.
-    """
+    """The numbers of a text file, [num_rows] or [num_rows, columns]: int64 if all are whole, else float32."""
     names, columns = _header(path)
     row_shape = () if columns <= 1 else (columns,)
     for kind in (np.int64, np.float32):

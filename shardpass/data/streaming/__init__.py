@@ -3,7 +3,8 @@
 This room knows graphs in memory and in files, and layouts. It knows neither file formats nor stores.
 """
 
-from shardpass.data.streaming.adjacency import INT32_LIMIT, Adjacency
+from shardpass.data.streaming.adjacency import Adjacency
+from shardpass.data.streaming.buckets import INT32_LIMIT
 from shardpass.data.streaming.budget import MEMORY_BYTES, Budget
 from shardpass.data.streaming.edges import EdgesByPart, parts_of
 

@@ -15,11 +15,10 @@ from torch import Tensor
 from shardpass.data.file_rows import FileRows
 from shardpass.data.raw import EdgeType, RawGraph
 from shardpass.data.rows import Field
-from shardpass.data.streaming.buckets import Array, Buckets, key_ranges
+from shardpass.data.streaming.buckets import Array, Buckets, integers, key_ranges
 from shardpass.data.streaming.budget import Budget
 from shardpass.data.team import Team
 
-INT32_LIMIT = 2**31 - 1
 _MOST_WEIGHT = 2**30
 _LARGEST_DEGREE = 2**20
 """That is told apart when edges are sampled, so that a hub does not cost memory."""
@@ -127,12 +126,10 @@ class Adjacency:
             shutil.rmtree(self._buckets.folder)
 
     def _spill(self, starts: Array) -> Buckets:
-        team, number = self.budget.team, np.dtype(np.int32 if self.num_nodes <= INT32_LIMIT else np.int64)
-        record = np.dtype([("node", number), ("neighbour", number)])
+        record = np.dtype([(name, integers(self.num_nodes)) for name in ("node", "neighbour")])
         self.budget.require_disk(2 * self.total * record.itemsize, "sorting the edges by node")
-        buckets = Buckets(self.budget.scratch, team, starts, np.arange(len(starts) - 1) % team.size, record)
-        buckets.fill(self._records(record))
-        self.budget.report("bucket", self.total, self.total)
+        buckets = Buckets(self.budget, starts, np.arange(len(starts) - 1), record)
+        buckets.fill(self._records(record), "bucket", self.total)
         return buckets
 
     def _odds(self, degrees: Tensor, most: int) -> tuple[int, Tensor]:

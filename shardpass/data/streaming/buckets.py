@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from shardpass.core.ranks import tells_of_full_disk
-from shardpass.data.team import Array, Team
+from shardpass.data.streaming.budget import Budget
+from shardpass.data.team import Array
+
+INT32_LIMIT = 2**31 - 1
+
+
+def integers(largest: int) -> np.dtype[Any]:
+    """int32 if numbers up to `largest` fit, else int64."""
+    return np.dtype(np.int32 if largest <= INT32_LIMIT else np.int64)
 
 
 def key_ranges(counts: Tensor, limit: int, breaks: Tensor | None = None) -> Array:
@@ -39,16 +47,16 @@ class Buckets:
     """Files of records, one per range of keys, each on one rank.
 
     Args:
-        scratch: an existing folder; the files are in a new one in it, `folder`.
-        team: the ranks that fill the files.
+        budget: the ranks that fill the files, which are in a new folder, `folder`, and who is told of the progress.
         starts: what `key_ranges` gave.
-        owners: for each file the rank that has it.
+        groups: a number for each file. Files of the same number are on the same rank.
         record: NumPy's dtype of a record.
     """
 
-    def __init__(self, scratch: Path, team: Team, starts: Array, owners: Array, record: np.dtype[Any]) -> None:
-        self.starts, self.record, self._team = starts, record, team
-        self.folder = Path(tempfile.mkdtemp(dir=scratch))
+    def __init__(self, budget: Budget, starts: Array, groups: Array, record: np.dtype[Any]) -> None:
+        self.starts, self.record, self._budget, self._team = starts, record, budget, budget.team
+        self.folder = Path(tempfile.mkdtemp(dir=budget.scratch))
+        team, owners = budget.team, groups % budget.team.size
         self._paths = [self.folder / f"bucket-{i:05d}" for i in range(len(self))]
         by_owner = np.argsort(owners, kind="stable")
         # by the number of starts that a key has reached; the files of a rank follow each other
@@ -59,13 +67,14 @@ class Buckets:
     def __len__(self) -> int:
         return len(self.starts) - 1
 
-    def fill(self, blocks: Iterable[tuple[Array, Array]]) -> None:
+    def fill(self, blocks: Iterable[tuple[Array, Array]], stage: str, total: int) -> None:
         """Append each record to the file of its key. Collective.
 
         Records keep the order of the blocks, and within those that are added at the same time the order of the ranks.
 
         Args:
             blocks: keys and records. Each rank has as many blocks.
+            stage, total: what is reported as done in the end.
         """
         coming, received = iter(blocks), list[tuple[Array, Array]]()
 
@@ -78,6 +87,7 @@ class Buckets:
         while dealt := self._team.together("sorting edges through files", step):
             records, counts = (self._team.all_to_all("edges of other ranks", arrays) for arrays in dealt)
             received += zip(records, counts)
+        self._budget.report(stage, total, total)
 
     def _dealt(self, keys: Array, records: Array) -> tuple[list[Array], list[Array]]:
         """For each rank the records of its files, one file after the other, and how many are of each file."""

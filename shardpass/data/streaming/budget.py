@@ -58,11 +58,7 @@ class Budget:
         return Path(name)
 
     def require_disk(self, num_bytes: int, what: str) -> None:
-        """Return when the disk has room for `num_bytes` of temporary files. Collective.
-
-        Raises:
-            ValueError: when it has not.
-        """
+        """Return when the disk has room for `num_bytes` of temporary files. Collective."""
         self.team.together("room for temporary files", lambda: self._require_disk(num_bytes, what))
 
     def _require_disk(self, num_bytes: int, what: str) -> None:

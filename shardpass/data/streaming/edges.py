@@ -14,8 +14,7 @@ from shardpass.core.ranks import tells_of_full_disk
 from shardpass.data.file_rows import FileRows
 from shardpass.data.layout import Layout
 from shardpass.data.raw import EdgeType, RawGraph
-from shardpass.data.streaming.adjacency import INT32_LIMIT
-from shardpass.data.streaming.buckets import Array, Buckets, key_ranges
+from shardpass.data.streaming.buckets import Array, Buckets, integers, key_ranges
 from shardpass.data.streaming.budget import Budget
 from shardpass.data.team import Team
 
@@ -44,9 +43,6 @@ class EdgesByPart:
 
     counts: the number of edges into the nodes of each part.
     halo_rows, inner: of each part that was given out here, the number of its halo rows, and of the edges within it.
-
-    Raises:
-        ValueError: when the disk has no room for the temporary files.
     """
 
     def __init__(self, graph: RawGraph, layout: Layout, edge_type: EdgeType, budget: Budget) -> None:
@@ -118,10 +114,8 @@ class EdgesByPart:
         total, part_bytes = len(self._arrays.src), max(self.counts) * (4 + 2 * self._edge.itemsize)
         self.budget.require_disk(total * record.itemsize + part_bytes, "sorting the edges by part")
         parts = np.searchsorted(self.layout.offsets[self.edge_type[2]].numpy(), starts[:-1], side="right") - 1
-        team = self.budget.team
-        buckets = Buckets(self.budget.scratch, team, starts, parts % team.size, record)
-        buckets.fill(self._records(record))
-        self.budget.report("sort", total, total)
+        buckets = Buckets(self.budget, starts, parts, record)
+        buckets.fill(self._records(record), "sort", total)
         return buckets
 
     def _records(self, record: np.dtype[Any]) -> Iterator[tuple[Array, Array]]:
@@ -207,8 +201,3 @@ def _put(file: BinaryIO, values: Array, kind: np.dtype[Any], place: int) -> None
             file.seek(start)
             file.write(np.ascontiguousarray(values, kind).data)
             file.flush()
-
-
-def integers(largest: int) -> np.dtype[Any]:
-    """int32 if numbers up to `largest` fit, else int64."""
-    return np.dtype(np.int32 if largest <= INT32_LIMIT else np.int64)

@@ -22,9 +22,6 @@ class IdRanges:
     Args:
         what: ``"node"`` or ``"edge"``, for errors.
         ranges: the first id and the end of each type in each part, [types, parts, 2].
-
-    Raises:
-        ValueError: when the ranges have gaps or overlap.
     """
 
     def __init__(self, what: str, ranges: np.ndarray) -> None:
@@ -52,11 +49,7 @@ class IdRanges:
         return [np.concatenate([values[start:end] for start, end in ranges]) for ranges in self._ranges]
 
     def locate(self, ids: np.ndarray, path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The type, the number within the type, and the part of each id.
-
-        Raises:
-            ValueError: when an id is out of range. The error names `path`.
-        """
+        """The type, the number within the type, and the part of each id."""
         ids = ids.astype(np.int64, copy=False)
         if ids.size and not (ids.min() >= 0 and ids.max() < sum(self.totals)):
             raise ValueError(f"{path} is altered: a {self.what} id is outside [0, {sum(self.totals)})")
@@ -65,11 +58,7 @@ class IdRanges:
         return kinds, ids - self._starts[run] + self._offsets[kinds, parts], parts
 
     def check_owned(self, ids: np.ndarray, part: int, path: Path) -> None:
-        """Return when these are all ids of a part, each once.
-
-        Raises:
-            ValueError: when they are not. The error names `path`.
-        """
+        """Return when these are all ids of a part, each once."""
         _, _, parts = self.locate(ids, path)
         if (parts != part).any() or ids.size != self.count(part) or np.unique(ids).size != ids.size:
             raise ValueError(
@@ -101,11 +90,7 @@ class Config:
 
 
 def read_config(path: Path) -> Config:
-    """The partition that a JSON describes.
-
-    Raises:
-        ValueError: when the JSON is missing, altered, or of a version that cannot be read. The error names it.
-    """
+    """The partition that a JSON describes."""
     try:
         refuse_irregular(path)
         raw = json.loads(path.read_text(encoding="utf-8"))

@@ -19,9 +19,6 @@ def read_fields(labels: Sequence[str], ranges: IdRanges, paths: Sequence[Path]) 
     Args:
         labels: the types, as in DGL's files.
         paths: the file of fields of each part.
-
-    Raises:
-        ValueError: when a part lacks a field, or has it in another dtype or shape. The error names the file.
     """
     pieces = [{owner_of(key, labels, path): piece for key, piece in read_tensors(path).items()} for path in paths]
     found: list[dict[str, Tensor]] = [{} for _ in labels]
@@ -45,11 +42,7 @@ def read_fields(labels: Sequence[str], ranges: IdRanges, paths: Sequence[Path]) 
 
 
 def owner_of(key: str, labels: Sequence[str], path: Path) -> tuple[int, str]:
-    """The number of the type and the name of a field that is stored as ``<type>/<name>``.
-
-    Raises:
-        ValueError: when there is no such type. The error names `path`.
-    """
+    """The number of the type and the name of a field that is stored as ``<type>/<name>``."""
     owners = [label for label in labels if key.startswith(f"{label}/")]
     if not owners:
         raise ValueError(f"{path}: {key!r} belongs to no type; expected <type>/<name> with one of {list(labels)}")

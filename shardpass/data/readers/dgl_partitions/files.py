@@ -53,30 +53,17 @@ class PartGraph:
 
 
 def read_tensors(path: Path) -> dict[str, Stored]:
-    """The arrays in a file of ``dgl.data.utils.save_tensors``, by name. None is read before it is used.
-
-    Raises:
-        ValueError: when the file is missing, cut short, or not such a file. The error names it.
-    """
+    """The arrays in a file of ``dgl.data.utils.save_tensors``, by name. None is read before it is used."""
     return _parsed(path, _tensors)
 
 
 def read_part_graph(path: Path) -> PartGraph:
-    """The only graph in a file of ``dgl.save_graphs``, which has one node and one edge type.
-
-    Raises:
-        ValueError: when the file is missing, cut short, not such a file, or its arrays contradict each other. The
-            error names it.
-    """
+    """The only graph in a file of ``dgl.save_graphs``, which has one node and one edge type."""
     return _parsed(path, _graph)
 
 
 def integers(data: dict[str, Stored], name: str, path: Path) -> np.ndarray:
-    """The integers that the graph of a part has under a name.
-
-    Raises:
-        ValueError: when there are none. The error names `path`.
-    """
+    """The integers that the graph of a part has under a name."""
     values = data[name].values if name in data else np.empty((0, 0))
     if values.ndim != 1 or values.dtype.kind not in "iu":
         raise ValueError(f"{path} holds no integers {name!r}, which the parts of a DGL partition have")

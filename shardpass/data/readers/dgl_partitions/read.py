@@ -71,11 +71,7 @@ def _read_edges(config: Config) -> list[EdgeArrays]:
 
 
 def own_edges(config: Config, part: int, graph: PartGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The inner edges of a part, which are those into its inner nodes: DGL's ids of the edges and of both ends.
-
-    Raises:
-        ValueError: when they contradict the JSON. The error names the file of the graph.
-    """
+    """The inner edges of a part, which are those into its inner nodes: DGL's ids of the edges and of both ends."""
     path = config.parts[part].graph
     ids = integers(graph.node_data, "_ID", path)
     own_nodes = np.flatnonzero(integers(graph.node_data, "inner_node", path))
