@@ -19,6 +19,7 @@ class DataView:
     data: Frame
 
 
+@dataclass(frozen=True, eq=False)
 class DataViews:
     """What ``graph.nodes``, ``srcnodes``, ``dstnodes`` and ``edges`` are: data by type.
 
@@ -28,27 +29,28 @@ class DataViews:
         canonical: gives the key in `frames` that a type means.
     """
 
-    def __init__(self, name: str, frames: dict[Any, Frame], canonical: Callable[[Any], Any]) -> None:
-        self._name, self._frames, self._canonical = name, frames, canonical
+    name: str
+    frames: dict[Any, Frame]
+    canonical: Callable[[Any], Any]
 
     def __getitem__(self, kind: Any) -> DataView:
         if isinstance(kind, slice) and kind == slice(None):
             kind = None
-        if kind is None and len(self._frames) == 1:
-            return DataView(next(iter(self._frames.values())))
+        if kind is None and len(self.frames) == 1:
+            return DataView(next(iter(self.frames.values())))
         if kind is not None and not all(
             isinstance(name, str) for name in (kind if isinstance(kind, tuple) else [kind])
         ):
-            field, ids = self._name.replace("nodes", "ndata").replace("edges", "edata"), _IDS["edges" in self._name]
+            field, ids = self.name.replace("nodes", "ndata").replace("edges", "edata"), _IDS["edges" in self.name]
             raise refused(
-                f"graph.{self._name}[...] by number",
+                f"graph.{self.name}[...] by number",
                 f"every rank numbers its own rows anew. Pick rows of a field by a mask: "
                 f"graph.{field}[name][torch.isin(graph.{field}[{ids}], ids)]",
             )
-        kind = self._canonical(kind)
-        if kind not in self._frames:
-            raise KeyError(f"{self._name}: no type {kind!r}; there are: {list(self._frames)}")
-        return DataView(self._frames[kind])
+        kind = self.canonical(kind)
+        if kind not in self.frames:
+            raise KeyError(f"{self.name}: no type {kind!r}; there are: {list(self.frames)}")
+        return DataView(self.frames[kind])
 
     @property
     def data(self) -> Any:
@@ -57,7 +59,7 @@ class DataViews:
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise refused(
-            f"graph.{self._name}()",
+            f"graph.{self.name}()",
             "ids are numbered per rank; graph.ndata[dgl.NID] and graph.edata[dgl.EID] hold the original ones, and a "
             "function given to graph.apply_edges sees the rows of both ends of edges. What changes the graph, as "
             "dgl.add_self_loop does, is done before partitioning",
