@@ -144,7 +144,7 @@ class TypedGraph(Closed, HoldsEdges):
                 f"{what.split()[-1].lower()}s", own, root if len(kinds) == 1 else ("kinds", *kinds), total=total
             )
             return self.comm.count_of(of)
-        return (self.edge_count if what == "Edge" else self.node_count).of(own, total)
+        return (self.edge_count if what == "Edge" else self.node_count)(own, total)
 
     def num_src_nodes(self, ntype: NodeType | None = None) -> int:
         """How many source nodes of a type this rank has; `None` means all types."""

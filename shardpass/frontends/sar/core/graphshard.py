@@ -15,10 +15,10 @@ from shardpass.core.graphs import is_on
 from shardpass.core.sharding import Ownership
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.blocks import edges_between
+from shardpass.frontends.dgl.frames import DataViews
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
 from shardpass.frontends.dgl.private import ALL
 from shardpass.frontends.dgl.structure import Nodes
-from shardpass.frontends.dgl.views import DataViews
 from shardpass.frontends.sar.common_tuples import CanonicalType, Ranges, ShardEdgesAndFeatures
 from shardpass.frontends.sar.config import ConfiguredEdges
 from shardpass.frontends.sar.core.counts import OwnEdgeCount, OwnNodeCount
