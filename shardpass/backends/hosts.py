@@ -90,7 +90,7 @@ def own_addresses() -> list[str]:
     """The addresses at which another host may reach this one: those of the chosen interface, or else of all."""
     only = chosen_interface()
     names = [only] if only else [name for _, name in socket.if_nameindex()]
-    found = [address for name in names for address in _addresses_of(name)]
+    found = [address for name in names for address in addresses_of(name)]
     if not only:
         with contextlib.suppress(OSError):
             infos = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
@@ -98,7 +98,8 @@ def own_addresses() -> list[str]:
     return [address for address in dict.fromkeys(found) if only or not address.startswith(("127.", "::1", "fe80"))]
 
 
-def _addresses_of(interface: str) -> list[str]:
+def addresses_of(interface: str) -> list[str]:
+    """The IPv4 address of a network interface of this host; empty if it has none."""
     if sys.platform != "linux":
         return []
     import fcntl  # not every system has it

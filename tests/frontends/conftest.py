@@ -1,12 +1,21 @@
-"""Partitions for the tests of SAR's names; float64 for the programs inside a model."""
+"""Partitions and results for the tests of SAR's names; float64 for the programs inside a model."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock  # a dependency of torch
+
+SAR_CASES = [
+    "training-sage", "training-gat", "mfgs", "mfgs_gat", "structure", "modes", "functions", "hetero", "rgcn",
+    "branches", "absent", "dtypes", "extremes", "unready", "fails_in_forward", "misuse", "again", "collectives",
+    "norms", "loader", "graphs", "patched",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +31,29 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
         return made[count]
 
     return of
+
+
+@pytest.fixture(scope="session", params=[2, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 3, 4))])
+def results(
+    request: pytest.FixtureRequest, parts: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory
+) -> list[Any]:
+    """What every case of SAR's scripts gave on each of some ranks.
+
+    Workers of pytest-xdist share one run, the longest of all tests.
+    """
+    from frontends.sar_cases import read_results, start
+
+    worker = tmp_path_factory.getbasetemp()
+    shared = worker.parent if "PYTEST_XDIST_WORKER" in os.environ else worker
+    out = shared / f"sar on {request.param} ranks"
+    with FileLock(f"{out}.lock"):
+        if not out.exists():
+            out.mkdir()
+            env = {"PROGRAM_IP_FILE": str(out / "ip"), "SAR_SOCKET_NAME": "lo"}
+            found, text = start(parts(request.param), out / "found", request.param, SAR_CASES, **env)
+            assert None not in found, text
+            assert not (out / "ip").exists(), "the file of the address is left"
+    return read_results(out / "found", request.param)
 
 
 @pytest.fixture(scope="module")

@@ -120,3 +120,17 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
     assert found.shape == expected.shape
     assert found.dtype == expected.dtype
     assert torch.allclose(found, expected, rtol=tolerance, atol=tolerance), float((found - expected).abs().max())
+
+
+def whole(parts: list[Tensor], ids: list[Tensor]) -> Tensor:
+    """Rows of all ranks by original id."""
+    return torch.cat(parts)[torch.cat(ids).argsort()]
+
+
+def same_gradients(found: dict[str, Tensor], model: torch.nn.Module) -> None:
+    """Backward visits every call, so what the loss does not use has zeros instead of None."""
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert expected.keys() <= found.keys()
+    assert not any(found[name].any() for name in found.keys() - expected.keys())
+    for name, gradient in expected.items():
+        close(found[name], gradient)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from frontends.sar_helpers import Results, gradients, loaded, part_of, seeded, told, trained_once
+from frontends.sar_models import Results, gradients, loaded, part_of, seeded, told, trained_once
 from shardpass.frontends import sar
 
 EARLY = sar.DistributedBN1D(8)  # made before initialize_comms
@@ -184,5 +184,4 @@ def patched(directory: Path) -> Results:
     return found | {
         "plain": gradients(model),
         "rgcn": trained_once(seeded(TypedOnce, DocumentedRelGraphConv), whole, rows),
-        "rgcn ids": whole.ndata["orig_id"],
     }

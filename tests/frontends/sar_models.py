@@ -1,8 +1,12 @@
-"""Models of SAR's scripts: plain modules; `norm` is nn.BatchNorm1d in one process, sar.DistributedBN1D on several."""
+"""What the cases of SAR's scripts share: models, one step, partitions, errors as text.
+
+Models are plain modules; `norm` is nn.BatchNorm1d in one process, sar.DistributedBN1D on several.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import dgl
@@ -12,7 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardpass.errors import RefusedError, ShardpassError
 from shardpass.frontends import sar
+
+Results = dict[str, Any]
 
 
 class Sage(nn.Module):
@@ -97,3 +104,51 @@ class RelGcn(nn.Module):
         blocks = graph if isinstance(graph, list) else [graph] * 2
         h = torch.tanh(self.convs[0](blocks[0], h, blocks[0].edata[dgl.ETYPE], presorted=presorted))
         return self.convs[1](blocks[1], h, blocks[1].edata[dgl.ETYPE], presorted=presorted)
+
+
+# ---- steps
+
+
+def seeded(make: Callable[..., nn.Module], *args: Any) -> nn.Module:
+    """A model in float64 whose parameters are the same in every process."""
+    torch.manual_seed(7)
+    return make(*args).double()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def part_of(directory: Path, name: str) -> str:
+    return str(directory / name / f"{name}.json")
+
+
+def loaded(directory: Path, name: str = "homo") -> tuple[sar.PartitionData, Tensor]:
+    data = sar.load_dgl_partition_data(part_of(directory, name), sar.rank(), torch.device("cpu"))
+    return data, sar.suffix_key_lookup(data.node_features, "feat")
+
+
+def trained_once(model: nn.Module, graph: Any, features: Tensor, ready: bool = True) -> Results:
+    """One step's gradients, summed over ranks, the outputs, and the original ids of the rows given and computed."""
+    if ready:
+        sar.sync_params(model)
+    x = features.clone().requires_grad_()
+    out = model(graph, x)
+    out.pow(3).sum().backward()
+    sar.gather_grads(model)
+    first, last = (graph[0], graph[-1]) if isinstance(graph, list) else (graph, graph)
+    ids = {"inputs": first.srcdata["orig_id"], "ids": last.dstdata["orig_id"]}
+    return {"out": out.detach(), "x_grad": x.grad, "grads": gradients(model)} | ids
+
+
+def told(function: Callable[[], Any]) -> str:
+    """The error that every rank gets."""
+    try:
+        function()
+    except (ValueError, ShardpassError, RefusedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def without(data: sar.PartitionData, name: str) -> sar.PartitionData:
+    return data._replace(node_features={key: rows for key, rows in data.node_features.items() if key != name})

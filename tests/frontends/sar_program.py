@@ -17,9 +17,23 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from frontends.sar_helpers import Results, gradients, loaded, part_of, seeded, told, trained_once, without
 from frontends.sar_meanings import collectives, graphs, loader, norms, patched  # noqa: F401
-from frontends.sar_models import EdgeScaled, Gat, Hetero, RelGcn, Sage, TwoBranches
+from frontends.sar_models import (
+    EdgeScaled,
+    Gat,
+    Hetero,
+    RelGcn,
+    Results,
+    Sage,
+    TwoBranches,
+    gradients,
+    loaded,
+    part_of,
+    seeded,
+    told,
+    trained_once,
+    without,
+)
 from shardpass.frontends import sar
 
 EPOCHS = 4
@@ -78,9 +92,7 @@ def mfgs(directory: Path) -> Results:
     ids = data.node_features["_N/orig_id"]
     found = trained_once(model, blocks, features[blocks[0].input_nodes])
     return found | {
-        "seeds": ids[blocks[-1].seeds],
-        "inputs": ids[blocks[0].input_nodes],
-        "last": blocks[-1].dstdata["orig_id"],
+        "seeds": (ids[blocks[0].input_nodes], ids[blocks[-1].seeds]),
         "edges": [int(block.num_edges()) for block in blocks],
         "one_shot": seeded(Sage, lambda n: nn.Identity())(
             [block.get_full_partition_graph() for block in blocks], features[blocks[0].input_nodes]
@@ -95,7 +107,7 @@ def mfgs_gat(directory: Path) -> Results:
     seeds = torch.arange(start, end)[: 5 * (sar.rank() != 1)]
     (block,) = sar.construct_mfgs(data, seeds, 1)
     model = seeded(dnn.GATConv, 8, 3, 2)
-    return trained_once(model, block, features[block.input_nodes]) | {"seeds": block.dstdata["orig_id"]}
+    return trained_once(model, block, features[block.input_nodes])
 
 
 def structure(directory: Path) -> Results:
@@ -125,7 +137,7 @@ def modes(directory: Path) -> Results:
     block = sar.construct_full_graph(data).get_full_partition_graph()
     found["one shot"] = trained_once(seeded(Gat, nn.Identity), block, features)
     options = block.edges_of(None).plan.options
-    found["one shot"]["options"] = (options.mode, type(block).__name__, block.ndata["orig_id"].tolist())
+    found["one shot"]["options"] = (options.mode, type(block).__name__)
     sar.Config.max_collective_size = 7
     found["short messages"] = trained_once(seeded(Gat, nn.Identity), graph, features)
     sar.Config.max_collective_size = 0
@@ -184,7 +196,6 @@ def rgcn(directory: Path) -> Results:
     blocks = sar.construct_mfgs(data, seeds, 2, homogeneous=True)
     return found | {
         "presorted": model(graph, features, presorted=True).detach(),
-        "ids": graph.ndata["orig_id"],
         "types": graph.ndata[dgl.NTYPE],
         "edges": (graph.edata[dgl.EID], graph.edata[dgl.ETYPE], graph.edata["w"]),
         "expanded": expanded,
@@ -266,10 +277,7 @@ def extremes(directory: Path) -> Results:
 def unready(directory: Path) -> Results:
     """A model that `sync_params` never saw."""
     data, features = loaded(directory)
-    model = seeded(Sage, sar.DistributedBN1D)
-    model(sar.construct_full_graph(data), features).pow(3).sum().backward()
-    sar.gather_grads(model)
-    return gradients(model)
+    return trained_once(seeded(Sage, sar.DistributedBN1D), sar.construct_full_graph(data), features, ready=False)
 
 
 def skips_backward(directory: Path) -> Results:

@@ -324,14 +324,14 @@ def test_counts_are_own_sizes_but_whether_there_are_any_is_asked_of_all():
         lambda count: not count == 0,  # noqa: SIM201
         lambda count: not count <= 0,
     ]
-    none, some, never = (EdgeCount.of(own, total) for own, total in ((0, 5), (3, 5), (0, 0)))
+    none, some, never = (EdgeCount(own, total) for own, total in ((0, 5), (3, 5), (0, 0)))
     for any_edges in questions:
         assert [any_edges(count) for count in (none, some, never)] == [True, True, False]
     rows = torch.zeros(0, 4)
     assert some != rows.shape[0] and some == 3 and len(torch.zeros(3)) == some
     assert torch.zeros(none, 2).shape == (0, 2) and list(range(some)) == [0, 1, 2] and some + 1 == 4
     assert {some: 1}[3] == 1 and max(some, 0) == 3
-    nodes = NodeCount.of(0, 7)
+    nodes = NodeCount(0, 7)
     assert nodes and nodes > 0 and nodes == rows.shape[0] and {nodes: 1}[0] == 1
 
 

@@ -17,6 +17,7 @@ import dgl.nn.pytorch as dnn
 import torch
 
 import shardpass.frontends.dgl as frontend
+from shardpass.core.wrapping import with_names
 from shardpass.frontends import sar
 from shardpass.frontends.dgl import private
 from shardpass.frontends.dgl.layers import ADAPTED
@@ -76,7 +77,7 @@ def test_a_copy_of_a_function_with_other_names():
     def original(value: int = 2, *, factor: int = 3) -> int:
         return len("four") * value * factor
 
-    copied = private.with_names(original, len=lambda text: 10)
+    copied = with_names(original, len=lambda text: 10)
     assert copied() == 60 and copied(1, factor=1) == 10 and original() == 24
     assert copied.__qualname__ == original.__qualname__
 

@@ -119,5 +119,5 @@ def test_no_other_private_names_are_used(path):
 
 def test_only_listed_globals_are_exchanged():
     listed = frozenset().union(*private.GLOBALS.values())
-    used = {name for path in FILES for name in re.findall(r"exchanged\(\w+, (\w+)=", path.read_text())}
+    used = {name for path in FILES for name in re.findall(r"with_names\(\w+, (\w+)=", path.read_text())}
     assert used == listed

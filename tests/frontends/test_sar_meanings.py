@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 dgl = pytest.importorskip("dgl")
 
-import dgl.nn.pytorch as dnn  # noqa: E402
-
-from frontends import sar_meanings as meanings  # noqa: E402
-from frontends import sar_program as program  # noqa: E402
-from frontends.sar_cases import EDGES, NODES, alphabetical, close, homogeneous, of, start  # noqa: E402
-from frontends.test_sar import same_gradients, whole  # noqa: E402
+from frontends.sar_cases import EDGES, NODES, close, homogeneous, of, whole  # noqa: E402
 
 pytestmark = pytest.mark.processes
-
-ALL = ["collectives", "norms", "loader", "graphs", "patched"]
-
-
-@pytest.fixture(scope="module", params=[2, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 3, 4))])
-def results(
-    request: pytest.FixtureRequest, parts: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory
-) -> list[Any]:
-    """What every case gave on each of some ranks."""
-    out = tmp_path_factory.mktemp("meanings") / "found"
-    found, text = start(parts(request.param), out, request.param, ALL)
-    assert None not in found, text
-    return found
 
 
 def test_collectives(results: list[Any]) -> None:
@@ -138,22 +118,3 @@ def test_a_graph_knows_its_partition(results: list[Any]) -> None:
         assert found["shard"].tgt_range == (first, first + own)
         first += own
     assert sum(found["typed"][3] for found in every) == 54
-
-
-def test_layers_patched_as_documented(results: list[Any]) -> None:
-    g, every = homogeneous(), of(results, "patched")
-    ids = [found["orig_id"] for found in of(results, "graphs")]
-    model = program.seeded(dnn.GATConv, 8, 3, 2)
-    out = model(g, g.ndata["feat"])
-    out.pow(3).sum().backward()
-    close(whole([found["synced"]["out"] for found in every], ids), out.detach())
-    same_gradients(every[0]["synced"]["grads"], model)
-    model.zero_grad()
-    F.elu(model(g, g.ndata["feat"])).pow(3).sum().backward()
-    same_gradients(every[0]["plain"], model)
-    g = dgl.to_homogeneous(alphabetical(), ndata=["feat"])
-    model = program.seeded(meanings.TypedOnce, dnn.RelGraphConv)
-    out = model(g, g.ndata["feat"])
-    out.pow(3).sum().backward()
-    close(whole([found["rgcn"]["out"] for found in every], [found["rgcn ids"] for found in every]), out.detach())
-    same_gradients(every[0]["rgcn"]["grads"], model)

@@ -20,7 +20,6 @@ from torch import nn
 
 import shardpass as sp
 from shardpass.errors import CommunicationError, RefusedError, ShardpassError
-from shardpass.frontends.dgl.counts import NodeCount
 from shardpass.frontends.sar.core import counts
 
 dgl = pytest.importorskip("dgl")
@@ -363,11 +362,11 @@ def test_logging(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 def test_counts_are_numbers() -> None:
     """Counts of own rows, as those of SAR's graphs, give in arithmetic what an `int` gives."""
-    n = counts.plain(NodeCount.of(5, 15))
+    n = counts.OwnNodeCount(5, 15)
     assert [1.0 / n, n * 0.5, n**0.5, n**-1, n // 2, 7 % n, -n, n >> 1, n & 4, round(n)] == [
         0.2, 2.5, 5**0.5, 0.2, 2, 2, -5, 2, 4, 5,
     ]  # fmt: skip
     assert divmod(n, 2) == (2, 1) and float(n) == 5.0 and n.item() == 5 and n * 10**30 == 5 * 10**30
-    for quotient in (lambda: 1 / counts.plain(NodeCount.of(0, 15)), lambda: n // 0):
+    for quotient in (lambda: 1 / counts.OwnNodeCount(0, 15), lambda: n // 0):
         with pytest.raises(ZeroDivisionError):
             quotient()

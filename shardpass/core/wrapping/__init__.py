@@ -4,20 +4,21 @@ Both frontends use it. It knows modules and ranks; what stands for a graph is th
 """
 
 from shardpass.core.wrapping.empty_rows import EmptyRows
-from shardpass.core.wrapping.outermost import FollowedCalls, OutermostCall, RowwisePart, replaced_forward
-from shardpass.core.wrapping.parts import parts_of, rowwise_parts, runs_as_it_is
+from shardpass.core.wrapping.outermost import FollowedCalls, OutermostCall, replaced_forward
+from shardpass.core.wrapping.parts import runs_as_it_is
 from shardpass.core.wrapping.refusals import has_unknown_statistics, refuse_modules, refuse_other_library
+from shardpass.core.wrapping.replacing import copy_of, make_outermost, with_names
 
 __all__ = [
     "EmptyRows",
     "FollowedCalls",
     "OutermostCall",
-    "RowwisePart",
+    "copy_of",
     "has_unknown_statistics",
-    "parts_of",
+    "make_outermost",
     "refuse_modules",
     "refuse_other_library",
     "replaced_forward",
-    "rowwise_parts",
     "runs_as_it_is",
+    "with_names",
 ]

@@ -20,11 +20,12 @@ from torch import Tensor
 from shardpass.core.aggregation import aggregate, dropout_of_edges
 from shardpass.core.ranks import draw_seed, is_parameter, torch_private
 from shardpass.core.tracing import Findings, Inputs, Program, Structure
+from shardpass.core.wrapping import with_names
 from shardpass.frontends.dgl.frames import Frame
 from shardpass.frontends.dgl.functions import message_of, operands
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
 from shardpass.frontends.dgl.messages import MessagePassing, summed
-from shardpass.frontends.dgl.private import ALL, softmax_kernel, with_names
+from shardpass.frontends.dgl.private import ALL, softmax_kernel
 
 Step = Callable[[Tensor], Tensor]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardpass.core.exchange import halo_fetch, scatter_to_owners
 from shardpass.core.graphs import build_relation
-from shardpass.core.ranks import plain_of
+from shardpass.core.ranks import Options, plain_of
 from shardpass.core.sharding import Ownership
 from shardpass.frontends.dgl.frames import Frames, LazyFields
 from shardpass.frontends.dgl.structure import CanonicalType, Edges, Nodes, NodeType
@@ -112,8 +112,11 @@ def _block(graph: TypedGraph, frames: Frames, sources: Rows, wanted: Rows) -> Bl
     totals = {kind: sum(theirs[1][place] for theirs in counts) for place, kind in enumerate(wanted)}
     edges = {}
     for kind in graph.canonical_etypes:
-        fields = frames.edges[kind]
-        edges[kind] = _block_edges(graph, kind, fields, sources[kind[0]], wanted[kind[2]], owned[kind[0]])
+        ends = sources[kind[0]], wanted[kind[2]], owned[kind[0]]
+        options = graph.edges_of(kind).plan.options
+        if options.backward == "auto":  # a block is short-lived: collecting the out-edges of pulling does not pay
+            options = replace(options, backward="push")
+        edges[kind] = edges_between(graph, kind, frames.edges[kind], *ends, options)
     return BlockParts(
         {kind: _nodes(rows, owned[kind].num_total, frames.nodes[kind]) for kind, rows in sources.items()},
         {kind: _nodes(rows, totals[kind], frames.nodes[kind]) for kind, rows in wanted.items()},
@@ -126,21 +129,24 @@ def _nodes(rows: Tensor, total: int, frame: Mapping[str, Tensor]) -> Nodes:
     return Nodes(rows.numel(), total, fields[dgl.NID], fields)
 
 
-def _block_edges(
+def edges_between(
     graph: TypedGraph, kind: CanonicalType, stored: Mapping[str, Tensor], sources: Tensor, wanted: Tensor,
-    owned: Ownership,
+    owned: Ownership, options: Options,
 ) -> Edges:  # fmt: skip
-    """The edges into `wanted`, whose sources are the `sources` of all ranks. Collective."""
+    """The edges into the own rows `wanted`, whose sources are the `sources` of all ranks. Collective.
+
+    Args:
+        stored: the fields of all edges of the type.
+        owned: how many `sources` each rank has.
+    """
     edges, comm = graph.edges_of(kind), graph.comm
     kept, dst_rows = _kept(edges, wanted)
     numbers = torch.full((edges.plan.num_own_src,), -1, device=graph.device)
     numbers[sources] = owned.to_global(torch.arange(sources.numel(), device=graph.device), comm.rank)
     with torch.no_grad():
         numbers = halo_fetch(numbers, edges.plan, f"numbers of the sources of {kind}")
-    fields = LazyFields(stored, lambda field: plain_of(field).index_select(0, kept))
-    options = edges.plan.options
-    if options.backward == "auto":  # a block is short-lived: collecting the out-edges that pulling needs does not pay
-        options = replace(options, backward="push")
+    picked = slice(None) if kept.numel() == edges.num else kept
+    fields = LazyFields(stored, lambda field: plain_of(field)[picked])
     relation = build_relation(
         comm, owned, numbers[edges.src_rows[kept]], dst_rows, wanted.numel(), edges.ids[kept], fields,
         options, edges.plan.ends,

@@ -27,15 +27,11 @@ class NodeCount(OwnCount, _Number):
     """
 
     def __new__(cls, own: int, total: int) -> Any:
+        """`own` on this rank, `total` on all ranks."""
         return super().__new__(cls, own)
 
     def __init__(self, own: int, total: int) -> None:
         self.own, self.total = int(own), total
-
-    @classmethod
-    def of(cls, own: int, total: int) -> Any:
-        """`own` on this rank, `total` on all ranks."""
-        return cls(own, total)
 
     def _compared(self, operation: Callable[[Any, Any], bool], other: Any) -> bool:
         return operation(self.own, other.own) if isinstance(other, OwnCount) else operation(self.total, other)
@@ -61,13 +57,13 @@ class NodeCount(OwnCount, _Number):
 
     def computed(self, operation: Callable[..., int], *others: int) -> Any:
         totals = (getattr(other, "total", other) for other in others)
-        return type(self).of(operation(self.own, *map(own_of, others)), operation(self.total, *totals))
+        return type(self)(operation(self.own, *map(own_of, others)), operation(self.total, *totals))
 
     def __mul__(self, other: Any) -> Any:
         if isinstance(other, NodeCount):
             raise _differs("a number of pairs of this rank's nodes or edges")
         if isinstance(other, float):  # a share of the edges, such as edge dropout takes
-            return type(self).of(int(self.own * other), int(self.total * other))
+            return type(self)(int(self.own * other), int(self.total * other))
         return super().__mul__(other)
 
     __rmul__ = __mul__

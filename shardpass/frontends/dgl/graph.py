@@ -20,18 +20,17 @@ from shardpass.frontends.dgl.blocks import parts_of_blocks
 from shardpass.frontends.dgl.chosen import chosen_rows
 from shardpass.frontends.dgl.closed import refused
 from shardpass.frontends.dgl.followed import RowFunctions
-from shardpass.frontends.dgl.frames import Frame, Frames, FramesByType, LazyFields
+from shardpass.frontends.dgl.frames import DataViews, Frame, Frames, FramesByType, LazyFields
 from shardpass.frontends.dgl.functions import is_builtin, is_extremum
-from shardpass.frontends.dgl.mailbox import reduced_by_user, warn_once
-from shardpass.frontends.dgl.merging import merged
+from shardpass.frontends.dgl.mailbox import merged, reduced_by_user, warn_once
 from shardpass.frontends.dgl.messages import MessagePassing, without_infinity
 from shardpass.frontends.dgl.private import ALL, is_all, scores_of_softmax
 from shardpass.frontends.dgl.structure import CanonicalType, Edges, Nodes, NodeType, frame_of
 from shardpass.frontends.dgl.typed_graph import TypedGraph
 from shardpass.frontends.dgl.udf import ShardedNodeBatch
-from shardpass.frontends.dgl.views import DataViews
 
 Graph = TypeVar("Graph", bound="ShardedDGLGraph")
+NodeFunction = Callable[[Any], dict[str, Tensor]]
 
 
 class ShardedDGLGraph(TypedGraph):
@@ -106,8 +105,8 @@ class ShardedDGLGraph(TypedGraph):
     @property
     def lacks_rows(self) -> bool:
         """Whether this rank has no nodes or no edges of some type."""
-        nodes = [*self._sources.values(), *self._destinations.values()]
-        return any(part.num == 0 for part in nodes) or any(part.num == 0 for part in self._edges.values())
+        parts: list[Any] = [*self._sources.values(), *self._destinations.values(), *self._edges.values()]
+        return any(part.num == 0 for part in parts)
 
     def mfgs(self, nodes: Any, num_layers: int, keep_seeds: bool = True) -> list[ShardedDGLGraph]:
         """A block for each layer of a model that is asked for the outputs of `nodes` only, the first layer's first.
@@ -251,9 +250,7 @@ class ShardedDGLGraph(TypedGraph):
         frames = self._src_frames[kind[0]], self._dst_frames[kind[2]], self._edge_frames[kind]
         return MessagePassing(self._edges[kind], *frames, self._findings)
 
-    def _received(
-        self, kind: CanonicalType, message: Any, reducer: Any, apply_node_func: Any = None
-    ) -> dict[str, Tensor]:
+    def _received(self, kind: CanonicalType, message: Any, reducer: Any, apply: Any = None) -> dict[str, Tensor]:
         """What the destinations of a type compute. Those without messages hold infinity under max and min. Collective.
 
         It is what the reduce function gives or, if there is an apply function, only what that returns.
@@ -264,11 +261,11 @@ class ShardedDGLGraph(TypedGraph):
         else:
             warn_once(passing, self._warned)
             found = reduced_by_user(passing, message, reducer, self._functions)
-        if apply_node_func is None:
+        if apply is None:
             return found
         frame = self._dst_frames[kind[2]].clone()
         self._keep(frame, found, self._node_set(kind[2]))
-        return self._applied(apply_node_func, kind[2], frame)
+        return self._applied(apply, kind[2], frame)
 
     def _keep(self, frame: Frame, found: Mapping[str, Tensor], of: RowSet) -> None:
         """Store what was computed for all rows of a frame."""
@@ -361,9 +358,7 @@ class ShardedDGLGraph(TypedGraph):
             frame[name] = rows
 
     @unfollowed(0)
-    def apply_nodes(
-        self, func: Callable[[Any], dict[str, Tensor]], v: Any = ALL, ntype: NodeType | None = None
-    ) -> None:
+    def apply_nodes(self, func: NodeFunction, v: Any = ALL, ntype: NodeType | None = None) -> None:
         """Set the fields that `func` computes on own nodes, or on some of them. Not collective.
 
         Args:
@@ -382,9 +377,7 @@ class ShardedDGLGraph(TypedGraph):
                 whole = frame[name] if name in frame else value.new_zeros((frame.num_rows, *value.shape[1:]))
                 frame[name] = whole.index_copy(0, rows, value)
 
-    def _applied(
-        self, func: Callable[[Any], dict[str, Tensor]], kind: NodeType, frame: Frame, rows: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    def _applied(self, func: NodeFunction, kind: NodeType, frame: Frame, rows: Tensor | None = None) -> dict[str, Any]:
         """What a function of nodes gives for own nodes, or for some of them, whose data are in `frame`."""
         comm, alone = self.comm, self.comm.forward is None
         of = self._node_set(kind) if rows is None else RowSet.fetched(rows.numel())

@@ -19,12 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from shardpass.core.exchange import scatter_to_owners
 from shardpass.core.following import unfollowed_anywhere
 from shardpass.core.ranks import agree
-from shardpass.core.wrapping import EmptyRows
+from shardpass.core.wrapping import EmptyRows, with_names
 from shardpass.frontends.dgl import readouts
 from shardpass.frontends.dgl.attention import Attends
 from shardpass.frontends.dgl.closed import refused
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
-from shardpass.frontends.dgl.private import with_names
 
 
 class _Reversed:
@@ -56,20 +55,16 @@ class ShardedEdgeWeightNorm(dnn.EdgeWeightNorm):
         return with_names(dnn.EdgeWeightNorm.forward, reverse=_Reversed)(self, graph, edge_weight)
 
 
-class ShardedAGNNConv(Attends, dnn.AGNNConv):
-    """`dgl.nn.AGNNConv`."""
+class ShardedAGNNConv(Attends, dnn.AGNNConv): ...
 
 
-class ShardedDotGatConv(Attends, dnn.DotGatConv):
-    """`dgl.nn.DotGatConv`."""
+class ShardedDotGatConv(Attends, dnn.DotGatConv): ...
 
 
-class ShardedGATConv(Attends, dnn.GATConv):
-    """`dgl.nn.GATConv`."""
+class ShardedGATConv(Attends, dnn.GATConv): ...
 
 
-class ShardedGATv2Conv(Attends, dnn.GATv2Conv):
-    """`dgl.nn.GATv2Conv`."""
+class ShardedGATv2Conv(Attends, dnn.GATv2Conv): ...
 
 
 class _OwnEdgeCounts(ShardedDGLGraph):
@@ -89,16 +84,13 @@ class _ChecksWeights:
         return super().forward(counted, *args, **kwargs)  # type: ignore[misc]
 
 
-class ShardedGINConv(_ChecksWeights, dnn.GINConv):
-    """`dgl.nn.GINConv`."""
+class ShardedGINConv(_ChecksWeights, dnn.GINConv): ...
 
 
-class ShardedGraphConv(_ChecksWeights, dnn.GraphConv):
-    """`dgl.nn.GraphConv`."""
+class ShardedGraphConv(_ChecksWeights, dnn.GraphConv): ...
 
 
-class ShardedSAGEConv(_ChecksWeights, dnn.SAGEConv):
-    """`dgl.nn.SAGEConv`."""
+class ShardedSAGEConv(_ChecksWeights, dnn.SAGEConv): ...
 
 
 class _NormalisesWeights:
@@ -109,24 +101,20 @@ class _NormalisesWeights:
         return with_names(original, EdgeWeightNorm=ShardedEdgeWeightNorm)(self, *args, **kwargs)
 
 
-class ShardedAPPNPConv(_NormalisesWeights, dnn.APPNPConv):
-    """`dgl.nn.APPNPConv`."""
+class ShardedAPPNPConv(_NormalisesWeights, dnn.APPNPConv): ...
 
 
-class ShardedGCN2Conv(_NormalisesWeights, dnn.GCN2Conv):
-    """`dgl.nn.GCN2Conv`."""
+class ShardedGCN2Conv(_NormalisesWeights, dnn.GCN2Conv): ...
 
 
-class ShardedSGConv(_NormalisesWeights, dnn.SGConv):
-    """`dgl.nn.SGConv`."""
+class ShardedSGConv(_NormalisesWeights, dnn.SGConv): ...
 
 
-class ShardedTAGConv(_NormalisesWeights, dnn.TAGConv):
-    """`dgl.nn.TAGConv`."""
+class ShardedTAGConv(_NormalisesWeights, dnn.TAGConv): ...
 
 
 class _ReadsOut:
-    """Modules that use DGL's readouts."""
+    """Modules that use DGL's readouts, which are over the nodes of all ranks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         names = ("sum_nodes", "mean_nodes", "max_nodes", "softmax_nodes", "broadcast_nodes")
@@ -134,32 +122,25 @@ class _ReadsOut:
         return with_names(original, **{name: getattr(readouts, name) for name in names})(self, *args, **kwargs)
 
 
-class ShardedSumPooling(_ReadsOut, dnn.SumPooling):
-    """`dgl.nn.SumPooling` over the nodes of all ranks."""
+class ShardedSumPooling(_ReadsOut, dnn.SumPooling): ...
 
 
-class ShardedAvgPooling(_ReadsOut, dnn.AvgPooling):
-    """`dgl.nn.AvgPooling` over the nodes of all ranks."""
+class ShardedAvgPooling(_ReadsOut, dnn.AvgPooling): ...
 
 
-class ShardedMaxPooling(_ReadsOut, dnn.MaxPooling):
-    """`dgl.nn.MaxPooling` over the nodes of all ranks."""
+class ShardedMaxPooling(_ReadsOut, dnn.MaxPooling): ...
 
 
-class ShardedGlobalAttentionPooling(_ReadsOut, dnn.GlobalAttentionPooling):
-    """`dgl.nn.GlobalAttentionPooling` over the nodes of all ranks."""
+class ShardedGlobalAttentionPooling(_ReadsOut, dnn.GlobalAttentionPooling): ...
 
 
-class ShardedSet2Set(_ReadsOut, dnn.Set2Set):
-    """`dgl.nn.Set2Set` over the nodes of all ranks."""
+class ShardedSet2Set(_ReadsOut, dnn.Set2Set): ...
 
 
-class ShardedWeightAndSum(_ReadsOut, dnn.WeightAndSum):
-    """`dgl.nn.WeightAndSum` over the nodes of all ranks."""
+class ShardedWeightAndSum(_ReadsOut, dnn.WeightAndSum): ...
 
 
-class ShardedChebConv(_ReadsOut, dnn.ChebConv):
-    """`dgl.nn.ChebConv`, which broadcasts `lambda_max` to own nodes."""
+class ShardedChebConv(_ReadsOut, dnn.ChebConv): ...  # it broadcasts `lambda_max` to own nodes
 
 
 class ShardedLabelPropagation(dnn.LabelPropagation):
@@ -222,31 +203,15 @@ class ShardedGatedGraphConv(dnn.GatedGraphConv):
         return feat
 
 
-ADAPTED: dict[type[nn.Module], type[nn.Module]] = {
-    dnn.AGNNConv: ShardedAGNNConv,
-    dnn.APPNPConv: ShardedAPPNPConv,
-    dnn.AvgPooling: ShardedAvgPooling,
-    dnn.ChebConv: ShardedChebConv,
-    dnn.DotGatConv: ShardedDotGatConv,
-    dnn.EdgeWeightNorm: ShardedEdgeWeightNorm,
-    dnn.GATConv: ShardedGATConv,
-    dnn.GATv2Conv: ShardedGATv2Conv,
-    dnn.GCN2Conv: ShardedGCN2Conv,
-    dnn.GINConv: ShardedGINConv,
-    dnn.GatedGraphConv: ShardedGatedGraphConv,
-    dnn.GlobalAttentionPooling: ShardedGlobalAttentionPooling,
-    dnn.GraphConv: ShardedGraphConv,
-    dnn.GroupRevRes: ShardedGroupRevRes,
-    dnn.LabelPropagation: ShardedLabelPropagation,
-    dnn.MaxPooling: ShardedMaxPooling,
-    dnn.SAGEConv: ShardedSAGEConv,
-    dnn.SGConv: ShardedSGConv,
-    dnn.Set2Set: ShardedSet2Set,
-    dnn.SumPooling: ShardedSumPooling,
-    dnn.TAGConv: ShardedTAGConv,
-    dnn.TypedLinear: ShardedTypedLinear,
-    dnn.WeightAndSum: ShardedWeightAndSum,
-}
+_SHARDED: tuple[Any, ...] = (
+    ShardedAGNNConv, ShardedAPPNPConv, ShardedAvgPooling, ShardedChebConv, ShardedDotGatConv, ShardedEdgeWeightNorm,
+    ShardedGATConv, ShardedGATv2Conv, ShardedGCN2Conv, ShardedGINConv, ShardedGatedGraphConv,
+    ShardedGlobalAttentionPooling, ShardedGraphConv, ShardedGroupRevRes, ShardedLabelPropagation, ShardedMaxPooling,
+    ShardedSAGEConv, ShardedSGConv, ShardedSet2Set, ShardedSumPooling, ShardedTAGConv, ShardedTypedLinear,
+    ShardedWeightAndSum,
+)  # fmt: skip
+ADAPTED: dict[type[nn.Module], type[nn.Module]] = {kind.__bases__[-1]: kind for kind in _SHARDED}
+"""The sharded class of each class of ``dgl.nn`` that has one."""
 
 
 def adapt(model: nn.Module) -> None:

@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
 from itertools import islice
-from types import CellType, FunctionType
 from typing import Any
 
 import dgl
@@ -32,12 +30,10 @@ __all__ = [
     "HeteroGraphIndex",
     "NodeBatch",
     "TargetCode",
-    "copy_of",
     "is_all",
     "local_index",
     "scores_of_softmax",
     "softmax_kernel",
-    "with_names",
 ]
 
 _READOUTS = frozenset(["sum_nodes", "mean_nodes", "max_nodes", "softmax_nodes", "broadcast_nodes"])
@@ -83,17 +79,3 @@ def scores_of_softmax() -> Tensor | None:
     near = (frame for frame, _ in islice(traceback.walk_stack(None), 5))
     found = next((frame.f_locals["logits"] for frame in near if frame.f_code is edge_softmax.__code__), None)
     return found if isinstance(found, Tensor) else None
-
-
-def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
-    """A copy of `function` in which the global `names` mean something else. The module it comes from stays as it is."""
-    original: Any = function
-    return copy_of(original, {**original.__globals__, **names}, original.__closure__)
-
-
-def copy_of(function: Any, names: dict[str, Any], closure: tuple[CellType, ...] | None) -> Callable[..., Any]:
-    """A copy of `function` with other global `names` and another `closure`."""
-    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
-    copy.__kwdefaults__, copy.__qualname__ = function.__kwdefaults__, function.__qualname__
-    copy.__dict__.update(function.__dict__)
-    return copy

@@ -24,6 +24,8 @@ class TypedGraph(Closed, HoldsEdges):
     is_block = False
     shows_part = False
     """Whether code sees the part of this rank, as SAR has it: numbers are own rows, and original ids are listed."""
+    node_count: type[NodeCount] = NodeCount
+    edge_count: type[EdgeCount] = EdgeCount
     _sources: dict[NodeType, Nodes]
     _destinations: dict[NodeType, Nodes]
     _edges: dict[CanonicalType, Edges]
@@ -142,7 +144,7 @@ class TypedGraph(Closed, HoldsEdges):
                 f"{what.split()[-1].lower()}s", own, root if len(kinds) == 1 else ("kinds", *kinds), total=total
             )
             return self.comm.count_of(of)
-        return (EdgeCount if what == "Edge" else NodeCount).of(own, total)
+        return (self.edge_count if what == "Edge" else self.node_count)(own, total)
 
     def num_src_nodes(self, ntype: NodeType | None = None) -> int:
         """How many source nodes of a type this rank has; `None` means all types."""

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from shardpass.core.ranks import Ranks, RowSet, torch_private
 from shardpass.core.tracing import Inputs, Key, Side
 from shardpass.core.training import SteadyNorms
-from shardpass.core.wrapping import OutermostCall
+from shardpass.core.wrapping import OutermostCall, copy_of
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.closed import refused
 from shardpass.frontends.dgl.frames import LazyFields
-from shardpass.frontends.dgl.private import EdgeBatch, NodeBatch, copy_of
+from shardpass.frontends.dgl.private import EdgeBatch, NodeBatch
 from shardpass.frontends.dgl.structure import CanonicalType
 
 

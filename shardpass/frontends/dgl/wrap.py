@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -25,9 +26,7 @@ from shardpass.core.wrapping import (
     EmptyRows,
     FollowedCalls,
     OutermostCall,
-    RowwisePart,
-    parts_of,
-    rowwise_parts,
+    make_outermost,
     runs_as_it_is,
 )
 from shardpass.errors import RefusedError
@@ -69,16 +68,8 @@ def wrap(model: nn.Module, comm: Ranks, check: bool = True, checkpoint: Checkpoi
     adapt(model)
     sync_parameters(model, comm)
     decorrelate(comm)
-    sums = model._shardpass_wrapped = GradientSums(comm, model)  # type: ignore[assignment]
-    followed, graphs = FollowedCalls(check), _Graphs()
-    for name in ("forward", *_own_methods(model)):
-        setattr(model, name, _Method(model, comm, followed, checkpoint, sums, name, graphs))
-    for part in parts_of(model, _is_known):
-        followed = FollowedCalls(check)
-        for name in ("forward", *_own_methods(part)):
-            setattr(part, name, _Method(part, comm, followed, checkpoint, sums, name, graphs, is_part=True))
-    for part in rowwise_parts(model, _is_known) if comm.size > 1 else ():
-        part.forward = RowwisePart(part, comm, followed, checkpoint, sums)
+    outermost = partial(_Method, graphs=_Graphs())
+    make_outermost(model, comm, check, checkpoint, outermost, _is_known, _own_methods, _own_methods)
     return model
 
 
@@ -140,7 +131,7 @@ class _Method(OutermostCall):
 
     def __init__(
         self, model: nn.Module, comm: Ranks, followed: FollowedCalls, checkpoint: Checkpoint, sums: GradientSums,
-        method: str, graphs: _Graphs, is_part: bool = False,
+        method: str, is_part: bool = False, *, graphs: _Graphs,
     ) -> None:  # fmt: skip
         super().__init__(model, comm, followed, checkpoint, sums, method)
         self.is_part = is_part

@@ -19,9 +19,9 @@ from torch_geometric.nn.models import sgformer
 from shardpass.core.graphs import BatchIndex, all_rows
 from shardpass.core.ranks import OnRanks, Ranks, all_reduce_sum, refuse_inside_message
 from shardpass.core.training import total_rows
+from shardpass.core.wrapping import with_names
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg.norms import distribute
-from shardpass.frontends.pyg.private import exchanged
 
 _ALL_PAIRS = (
     "its attention runs over all pairs of nodes; use attn_type='performer', which is exact, or call "
@@ -59,7 +59,7 @@ class _OneGraph(OnRanks):
             batch = batch.plain
         if several:
             raise RefusedError(f"{type(self).__name__}: `batch` means several graphs, which it attends over as one")
-        return exchanged(original, to_dense_batch=_own_rows)(self, *args, batch, **kwargs)  # type: ignore[no-any-return]
+        return with_names(original, to_dense_batch=_own_rows)(self, *args, batch, **kwargs)  # type: ignore[no-any-return]
 
 
 def _own_rows(x: Tensor, batch: Tensor | None = None) -> tuple[Tensor, Tensor]:

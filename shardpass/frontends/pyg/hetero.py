@@ -19,8 +19,8 @@ from torch_geometric.nn.conv import HANConv, HGTConv
 from shardpass.core.graphs import Piece, ShardedEdgeIndex, reversed_edges, union
 from shardpass.core.ranks import Ranks, agree, all_reduce_sum, digest, diverged
 from shardpass.core.sharding import EdgeType, NodeType
+from shardpass.core.wrapping import with_names
 from shardpass.errors import RefusedError
-from shardpass.frontends.pyg.private import exchanged
 
 
 def adapt_hetero(model: nn.Module, comm: Ranks) -> None:
@@ -143,7 +143,7 @@ def _hgt(conv: HGTConv, title: str, x_dict: dict[NodeType, Tensor], edge_index_d
     for kind, edges in ordered.items():
         if edges.is_reversed:  # no edge tensors that would have to follow
             ordered[kind] = reversed_edges(edges, title).edge_index
-    return exchanged(original, construct_bipartite_edge_index=construct)(conv, x_dict, ordered)
+    return with_names(original, construct_bipartite_edge_index=construct)(conv, x_dict, ordered)
 
 
 def _han(
@@ -154,7 +154,7 @@ def _han(
     forward = type(conv).forward
     if is_sharded(edge_index_dict):
         check_edges_by_type(edge_index_dict)
-        forward = exchanged(forward, group=partial(_group, title, comm))
+        forward = with_names(forward, group=partial(_group, title, comm))
     return forward(conv, x_dict, edge_index_dict, *args, **kwargs)
 
 

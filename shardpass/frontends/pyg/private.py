@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 from torch_geometric.nn.conv import MessagePassing
@@ -75,13 +74,7 @@ GLOBALS: dict[str, frozenset[str]] = {
     "torch_geometric.nn.models.sgformer:SGModule.forward": frozenset(["to_dense_batch"]),
     "torch_geometric.nn.models:Polynormer.forward": frozenset(["to_dense_batch"]),
 }
-"""Global names that a method uses and that `exchanged` gives another meaning, by ``module:class.method``."""
-
-
-def exchanged(function: Any, **helpers: Any) -> Callable[..., Any]:
-    """A copy of `function` in which global names, listed in `GLOBALS`, mean `helpers`; its module stays as it is."""
-    names = {**function.__globals__, **helpers}
-    return FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+"""Global names that a method uses and that `with_names` gives another meaning, by ``module:class.method``."""
 
 
 def with_hooks(conv: MessagePassing, step: str, given: tuple[Any, ...], run: Callable[..., Any]) -> Any:

@@ -22,7 +22,7 @@ from shardpass.core.training import (
     shared_copy,
     sync_parameters,
 )
-from shardpass.core.wrapping import FollowedCalls, OutermostCall, RowwisePart, parts_of, rowwise_parts, runs_as_it_is
+from shardpass.core.wrapping import FollowedCalls, OutermostCall, make_outermost, runs_as_it_is
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg.adjacency import refuse_sparse
 from shardpass.frontends.pyg.attention import distribute_attention
@@ -122,19 +122,8 @@ def _refuse_as_built(model: nn.Module) -> None:
 
 
 def _make_outermost(model: nn.Module, comm: Ranks, check: bool, checkpoint: Checkpoint) -> None:
-    sums = model._shardpass_wrapped = GradientSums(comm, model)  # type: ignore[assignment]
-    followed = FollowedCalls(check)
-    for name in ("forward", *methods_to_run(model)):
-        setattr(model, name, _Method(model, comm, followed, checkpoint, sums, name))
-    for part in parts_of(model, _is_known):
-        followed = FollowedCalls(check)
-        for name in ("forward", *methods_written(part)):
-            setattr(part, name, _Method(part, comm, followed, checkpoint, sums, name, is_part=True))
-    for part in rowwise_parts(model, _is_known) if comm.size > 1 else ():
-        part.forward = RowwisePart(part, comm, followed, checkpoint, sums)
-    for module in model.modules() if comm.size > 1 else ():
-        for name in methods_replaced(module):
-            setattr(module, name, RowwisePart(module, comm, followed, checkpoint, sums, name))
+    methods = methods_to_run, methods_written, methods_replaced
+    make_outermost(model, comm, check, checkpoint, _Method, _is_known, *methods)
     model.__prepare_scriptable__ = _refuse_script  # type: ignore[assignment]
 
 

@@ -1,9 +1,4 @@
-"""The one place where this frontend keeps state of the process.
-
-SAR's interface is global: ``sar.rank()`` and ``sar.gather_grads(model)`` take no communicator, so `STATE` keeps one
-between calls. Scripts also assign to the attributes of `sar.Config`. The rest of the package passes such things as
-arguments.
-"""
+"""The one place where this frontend keeps state of the process, since SAR's functions take no communicator."""
 
 from __future__ import annotations
 
@@ -44,11 +39,7 @@ STATE = State()
 
 
 def communicator() -> Ranks:
-    """The communicator of this process.
-
-    Raises:
-        ShardpassError: `initialize_comms` was not called.
-    """
+    """The communicator of this process. Raises `ShardpassError` if `initialize_comms` was not called."""
     if STATE.comm is None:
         raise ShardpassError(
             "this process has not joined the others yet: call sar.initialize_comms(rank, world_size, "

@@ -1,65 +1,44 @@
-"""Ranks, parameters and gradients under SAR's names."""
+"""Ranks, parameters and gradients under SAR's names, and how ranks learn the address of rank 0."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Sequence
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardpass import backends
-from shardpass.backends import Launch
+from shardpass.backends import TIMEOUT_VARIABLE
 from shardpass.core.ranks import Ranks
 from shardpass.core.training import sync_gradients, sync_parameters
+from shardpass.errors import CommunicationError
 from shardpass.frontends.sar._state import STATE, communicator
-from shardpass.frontends.sar.address import (
-    SOCKET_VARIABLE,
-    address_of,
-    dump_ip_address,
-    get_ip_address,
-    get_socket,
-    nfs_ip_init,
-)
+from shardpass.frontends.sar.common_tuples import SocketInfo
 from shardpass.frontends.sar.config import agree_on_changes
 from shardpass.frontends.sar.ordered import make_ready
 
-__all__ = [
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_gloo_support",
-    "all_to_all_rounds",
-    "backend",
-    "comm_device",
-    "dump_ip_address",
-    "exchange_single_tensor",
-    "exchange_tensors",
-    "gather_grads",
-    "get_ip_address",
-    "get_socket",
-    "initialize_comms",
-    "is_initialized",
-    "master_ip",
-    "master_port",
-    "nfs_ip_init",
-    "rank",
-    "sync_params",
-    "world_size",
-]
-
 BACKENDS = ("gloo", "mpi", "nccl", "ccl")
+SOCKET_VARIABLE = "SAR_SOCKET_NAME"
+_POLL_SECONDS = 0.1
+
+
+# ---- joining
 
 
 def initialize_comms(
-    _rank: int,
-    _world_size: int,
-    master_ip_address: str,
-    backend: str,
-    _comm_device: torch.device | str | None = None,
-    master_port_number: int = 12345,
-) -> None:
+    _rank: int, _world_size: int, master_ip_address: str, backend: str,
+    _comm_device: torch.device | str | None = None, master_port_number: int = 12345,
+) -> None:  # fmt: skip
     """Join the other ranks. Collective; a second call with the same rank and size does nothing.
 
     With ``"mpi"``, the ranks are those of mpirun, through mpi4py. With any other backend, a ``torch.distributed``
@@ -68,8 +47,7 @@ def initialize_comms(
     ``SAR_SOCKET_NAME`` names the network interface to use.
 
     Args:
-        _rank: the rank of this process.
-        _world_size: how many ranks there are.
+        _rank, _world_size: the rank of this process, and how many there are.
         master_ip_address, master_port_number: where rank 0 listens. Unused with ``"mpi"``.
         backend: ``"gloo"``, ``"mpi"``, ``"nccl"`` or ``"ccl"``.
         _comm_device: what `comm_device` answers. By default the current GPU with ``"nccl"``, else the CPU.
@@ -78,14 +56,26 @@ def initialize_comms(
         ValueError: the backend is unknown, or rank or size differ from those of the launcher or of an earlier call.
         CommunicationError: some ranks do not join within ``SHARDPASS_CONNECT_TIMEOUT`` (60) seconds. It names them.
     """
-    _check(_rank, _world_size, backend)
+    if not isinstance(_rank, int) or not isinstance(_world_size, int) or not 0 <= _rank < _world_size:
+        raise ValueError(
+            f"initialize_comms: rank {_rank!r} of {_world_size!r}; expected integers, 0 <= rank < world_size"
+        )
+    if backend not in BACKENDS:
+        raise ValueError(f"initialize_comms: the backend is {backend!r}; expected one of {', '.join(BACKENDS)}")
     if STATE.comm is not None:
-        _check_same(_rank, _world_size, STATE.comm.rank, STATE.comm.size, "initialize_comms was called before")
-        return
+        return _check_same(_rank, _world_size, STATE.comm, "initialize_comms was called before")
     _use_interface()
-    device = _device(backend) if _comm_device is None else torch.device(_comm_device)
-    comm = _connected(_rank, _world_size, master_ip_address, master_port_number, backend)
-    STATE.comm, STATE.comm_device, STATE.backend = comm, device, backend
+    on_gpu = backend == "nccl" and torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    told_device = device if _comm_device is None else torch.device(_comm_device)
+    if backend == "mpi":
+        comm = Ranks(backends.connect("mpi", ranks=_world_size))
+    else:
+        launch = backends.Launch("torchrun", _world_size, _rank, master_ip_address, master_port_number, "world_size")
+        comm = Ranks(backends.connect("torch_distributed", device=device, launch=launch))
+    _check_same(_rank, _world_size, comm, "the launcher or the process group says")
+    comm.move_to(torch.device("cpu"))  # until a graph says on which device its tensors are
+    STATE.comm, STATE.comm_device, STATE.backend = comm, told_device, backend
     STATE.master_ip, STATE.master_port = master_ip_address, master_port_number
     comm.barrier("initialize_comms")
     while STATE.on_connected:
@@ -95,46 +85,18 @@ def initialize_comms(
     )
 
 
-def _connected(rank: int, world_size: int, ip: str, port: int, backend: str) -> Ranks:
-    if backend == "mpi":
-        comm = Ranks(backends.connect("mpi", ranks=world_size))
-    else:
-        launch = Launch("torchrun", world_size, rank, ip, port, "world_size")
-        comm = Ranks(backends.connect("torch_distributed", device=_device(backend), launch=launch))
-    _check_same(rank, world_size, comm.rank, comm.size, "the launcher or the process group says")
-    comm.move_to(torch.device("cpu"))  # until a graph says on which device its tensors are
-    return comm
-
-
-def _check(rank: Any, world_size: Any, backend: Any) -> None:
-    if not isinstance(rank, int) or not isinstance(world_size, int) or not 0 <= rank < world_size:
+def _check_same(rank: int, size: int, known: Ranks, who: str) -> None:
+    if (rank, size) != (known.rank, known.size):
         raise ValueError(
-            f"initialize_comms: rank {rank!r} of {world_size!r}; expected integers, 0 <= rank < world_size"
-        )
-    if backend not in BACKENDS:
-        raise ValueError(f"initialize_comms: the backend is {backend!r}; expected one of {', '.join(BACKENDS)}")
-
-
-def _check_same(rank: int, size: int, known_rank: int, known_size: int, who: str) -> None:
-    if (rank, size) != (known_rank, known_size):
-        raise ValueError(
-            f"initialize_comms: this process is to be rank {rank} of {size}, but {who}: rank {known_rank} of "
-            f"{known_size}. Pass those"
+            f"initialize_comms: this process is to be rank {rank} of {size}, but {who}: rank {known.rank} of "
+            f"{known.size}. Pass those"
         )
 
 
 def _use_interface() -> None:
-    name = os.environ.get(SOCKET_VARIABLE)
-    if name:
-        address_of(name)
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
-            os.environ[variable] = name
-
-
-def _device(backend: str) -> torch.device:
-    if backend == "nccl" and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    if os.environ.get(SOCKET_VARIABLE):
+        variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+        os.environ |= dict.fromkeys(variables, get_socket().name)
 
 
 def is_initialized() -> bool:
@@ -176,6 +138,120 @@ def backend() -> str:
     return STATE.backend
 
 
+# ---- the address of rank 0
+
+
+def nfs_ip_init(_rank: int, ip_file: str) -> str:
+    """The IP address of rank 0, which rank 0 writes to `ip_file` and the others read there. Returns once it is known.
+
+    `ip_file` may be on any file system that all ranks see. A rank takes an address only if rank 0 of a run that is just
+    starting answers there, so a file that an earlier run has left is not used. Rank 0 removes the file when all ranks
+    have joined (`initialize_comms`).
+
+    Raises:
+        CommunicationError: no rank 0 of a starting run was found within ``SHARDPASS_CONNECT_TIMEOUT`` (60) seconds.
+    """
+    if _rank == 0:
+        return _publish(Path(ip_file))
+    return _find(Path(ip_file), _rank, float(os.environ.get(TIMEOUT_VARIABLE, "60")))
+
+
+def get_socket() -> SocketInfo:
+    """The network interface that ranks use here, and its IPv4 address.
+
+    It is the one in ``SAR_SOCKET_NAME``. Without that the name is empty, and the system chooses the one that reaches
+    other hosts.
+
+    Raises:
+        ValueError: there is no such interface, or it has no IPv4 address.
+    """
+    name = os.environ.get(SOCKET_VARIABLE, "")
+    if name:
+        return SocketInfo(name, _address_of(name))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # sends nothing: only asks which interface would be used
+        return SocketInfo(name, str(probe.getsockname()[0]))
+    return SocketInfo(name, "127.0.0.1")
+
+
+def _address_of(interface: str) -> str:
+    known = [name for _, name in socket.if_nameindex()]
+    if interface not in known:
+        raise ValueError(
+            f"{SOCKET_VARIABLE}={interface!r} is no network interface of {socket.gethostname()}, which has: "
+            f"{', '.join(known)}"
+        )
+    found = backends.addresses_of(interface)
+    if not found:
+        raise ValueError(f"{SOCKET_VARIABLE}={interface!r} has no IPv4 address")
+    return found[0]
+
+
+def get_ip_address(ip_file: str) -> str:
+    """The address in a file that `nfs_ip_init` or `dump_ip_address` wrote."""
+    return Path(ip_file).read_text(encoding="utf-8").split()[0]
+
+
+def dump_ip_address(ip_file: str) -> str:
+    """Write this host's address to a file, and return it. `nfs_ip_init` also sees to it that all ranks find it."""
+    ip = get_socket().ip_addr
+    Path(ip_file).write_text(f"{ip}\n", encoding="utf-8")
+    return ip
+
+
+def _publish(path: Path) -> str:
+    """Write this host's address, and have a process answer on a port of it until all ranks have come."""
+    ip, token = get_socket().ip_addr, secrets.token_hex(16)
+    with socket.create_server((ip, 0), backlog=128) as listener:
+        port = listener.getsockname()[1]
+        program = [sys.executable, "-I", "-S", str(Path(__file__).with_name("answering.py")), str(listener.fileno())]
+        answering = subprocess.Popen(program, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], text=True)
+    pipe = answering.stdin
+    assert pipe is not None
+    pipe.write(f"{token}\n")
+    pipe.flush()
+    temporary = path.with_name(f"{path.name}.{token}")
+    temporary.write_text(f"{ip}\n{port} {token}\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+    def end() -> None:
+        pipe.close()
+        answering.wait()
+        if any(found == token for _, _, found in _read(path)):
+            path.unlink(missing_ok=True)
+
+    STATE.on_connected.append(end)
+    return ip
+
+
+def _find(path: Path, rank: int, limit: float) -> str:
+    deadline, stale = monotonic() + limit, ""
+    while monotonic() < deadline:
+        for stale, port, token in _read(path):
+            with contextlib.suppress(OSError), socket.create_connection((stale, port), timeout=2.0) as peer:
+                if peer.recv(len(token)) == token.encode():
+                    return stale
+        sleep(_POLL_SECONDS)
+    if stale:
+        found = f"names {stale}, where no starting rank 0 answers: it was left by an earlier run"
+    else:
+        found = "was written by something else" if path.exists() else "does not exist"
+    raise CommunicationError(
+        f"rank {rank} waited {limit:.0f} s for rank 0 to write its address, but {path} {found}. Was rank 0 started "
+        f"with this file, and do all ranks see it? {TIMEOUT_VARIABLE} gives slow starters more seconds"
+    )
+
+
+def _read(path: Path) -> Iterator[tuple[str, int, str]]:
+    """The address, port and token in the file, if `nfs_ip_init` wrote it."""
+    with contextlib.suppress(OSError, ValueError):
+        ip, port, token = path.read_text(encoding="utf-8").split()
+        yield ip, int(port), token
+
+
+# ---- parameters, gradients and tensors
+
+
 def sync_params(model: nn.Module) -> None:
     """Give every rank the parameters and buffers of rank 0, and make the model ready for sharded graphs. Collective.
 
@@ -206,9 +282,8 @@ def all_reduce(red_tensor: Tensor, op: Any = "sum", move_to_comm_device: bool = 
     """Reduce `red_tensor` over ranks, in place. Collective. No gradient flows through it.
 
     Args:
-        red_tensor: on any device; the same shape and dtype on every rank.
+        red_tensor: of the same shape and dtype on every rank, on any device: `move_to_comm_device` is ignored.
         op: SUM, MAX, MIN or PRODUCT of ``torch.distributed.ReduceOp``, or its name.
-        move_to_comm_device: ignored; tensors are moved where they must be.
     """
     name = str(op).split(".")[-1].lower()
     name = {"product": "prod"}.get(name, name)
@@ -238,9 +313,7 @@ def all_to_all(
 ) -> None:
     """Send ``send_tensors[r]`` to each rank r, and fill ``recv_tensors[r]`` with what came from it. Collective.
 
-    Args:
-        recv_tensors, send_tensors: one for each rank; only first dimensions may differ.
-        move_to_comm_device: ignored; tensors are moved where they must be.
+    Only first dimensions may differ. Tensors are moved where they must be, so `move_to_comm_device` is ignored.
 
     Raises:
         ValueError: there is not one tensor for each rank, or one that came does not fit.

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 CanonicalType = tuple[str, str, str]
+Ranges = list[tuple[int, int]]
 
 
 class ShardEdgesAndFeatures(NamedTuple):
@@ -42,7 +43,7 @@ class PartitionData(NamedTuple):
     """
 
     all_shard_edges: list[ShardEdgesAndFeatures]
-    node_ranges: list[tuple[int, int]]
+    node_ranges: Ranges
     node_features: dict[str, Tensor]
     node_type_names: list[str]
     edge_type_names: list[CanonicalType]
@@ -54,33 +55,3 @@ class SocketInfo(NamedTuple):
 
     name: str
     ip_addr: str
-
-
-def type_ranges(data: PartitionData) -> dict[str, list[tuple[int, int]]]:
-    """(First id, end) of the nodes of each type in each part.
-
-    Raises:
-        ValueError: there are several types, and no `partition_book` tells their nodes apart.
-    """
-    names = list(data.node_type_names) or ["_N"]
-    if len(names) == 1:
-        return {names[0]: [(start, end) for start, end in data.node_ranges]}
-    if data.partition_book is None:
-        raise ValueError(f"there are the node types {names}, but no partition_book, which says how many nodes each has")
-    ranges: dict[str, list[tuple[int, int]]] = {kind: [] for kind in names}
-    for part, (position, _) in enumerate(data.node_ranges):
-        for kind in names:
-            end = position + data.partition_book.partid2nids(part, kind).numel()
-            ranges[kind].append((position, end))
-            position = end
-    return ranges
-
-
-def part_ranges(book: Any) -> list[tuple[int, int]]:
-    """(First id, end) of the nodes of each part, by DGL's partition book."""
-    ranges, position = [], 0
-    for part in range(book.num_partitions()):
-        end = position + book.partid2nids(part).numel()
-        ranges.append((position, end))
-        position = end
-    return ranges

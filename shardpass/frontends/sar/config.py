@@ -30,11 +30,7 @@ class Config:
 
 
 def options() -> Options:
-    """The options that `Config` stands for now.
-
-    Raises:
-        ValueError: an attribute of `Config` is not allowed.
-    """
+    """The options that `Config` stands for now. Raises `ValueError` if one of its attributes is not allowed."""
     depth, largest = Config.pipeline_depth, Config.max_collective_size
     for name, value, least in (("pipeline_depth", depth, 1), ("max_collective_size", largest, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -43,11 +39,7 @@ def options() -> Options:
 
 
 def words() -> str:
-    """`Config` in words, which are the same on every rank.
-
-    Raises:
-        ValueError: an attribute of `Config` is not allowed.
-    """
+    """`Config` in words, which are the same on every rank. Raises as `options`."""
     chosen = options()
     return f"mode={chosen.mode}, prefetch={chosen.prefetch}, max_collective_size={Config.max_collective_size}"
 
@@ -83,11 +75,10 @@ class ConfiguredEdges(Edges):
     def plan(self) -> HaloPlan:
         """The halo of the sources. Collective if `Config` was changed since it was read last."""
         agree_on_changes(self._plan.comm)
-        found, wanted = self._plan, options()
-        if (found.options.mode, found.options.prefetch) != (wanted.mode, wanted.prefetch):
-            kept = replace(found.options, mode=wanted.mode, prefetch=wanted.prefetch)
-            self._plan = found = replace(found, options=kept)
-        return found
+        now, wanted = self._plan.options, options()
+        if (now.mode, now.prefetch) != (wanted.mode, wanted.prefetch):
+            self._plan = replace(self._plan, options=replace(now, mode=wanted.mode, prefetch=wanted.prefetch))
+        return self._plan
 
     @plan.setter
     def plan(self, plan: HaloPlan) -> None:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardpass.core.graphs import build_relation
-from shardpass.core.ranks import Options, Ranks
+from shardpass.core.ranks import Ranks
 from shardpass.core.sharding import Ownership
 from shardpass.errors import DivergenceError, PeerFailure
 from shardpass.frontends.dgl.structure import Edges, Nodes
 from shardpass.frontends.sar._state import communicator
 from shardpass.frontends.sar.common_tuples import CanonicalType, PartitionData
 from shardpass.frontends.sar.config import ConfiguredEdges, follow, options, words
-from shardpass.frontends.sar.core.graphshard import GraphShardManager, NodeRanges, Whole, blocks_of
+from shardpass.frontends.sar.core.graphshard import GraphShardManager, NodeRanges, Whole
 from shardpass.frontends.sar.data_loading import load_dgl_partition_data_from_graph
-from shardpass.frontends.sar.homogeneous import merged
-from shardpass.frontends.sar.own_part import EdgeList, OwnPart, own_part, schemas, take_over
+from shardpass.frontends.sar.own_part import OwnPart, merged, own_part, schemas, take_over
 
 
 def construct_full_graph(partition_data: PartitionData, homogeneous: bool = False) -> GraphShardManager:
@@ -49,7 +47,7 @@ def construct_full_graph(partition_data: PartitionData, homogeneous: bool = Fals
     part = _agreed(comm, partition_data, homogeneous, part, problem)
     comm.move_to(part.device)  # tensors of the graph are there, and everything else follows them
     follow(comm)
-    made = _graph(comm, part, options())
+    made = _graph(comm, part)
     nodes = {kind: made.nodes_of(kind).total for kind in made.ntypes}
     edges = {kind: made.edges_of(kind).total for kind in made.canonical_etypes}
     ranges = NodeRanges((start, end) for start, end in partition_data.node_ranges)
@@ -57,30 +55,34 @@ def construct_full_graph(partition_data: PartitionData, homogeneous: bool = Fals
 
 
 def construct_mfgs(
-    partition_data: PartitionData,
-    seed_nodes: Tensor,
-    n_layers: int,
-    keep_seed_nodes: bool = True,
+    partition_data: PartitionData, seed_nodes: Tensor, n_layers: int, keep_seed_nodes: bool = True,
     homogeneous: bool = False,
-) -> list[GraphShardManager]:
+) -> list[GraphShardManager]:  # fmt: skip
     """A block (message flow graph) for each layer of a model that is asked for some nodes only. Collective.
 
     The first layer's block comes first. It takes the rows ``blocks[0].input_nodes`` of this rank's part. The last block
     gives the rows ``blocks[-1].seeds``, the seeds in ascending order.
 
     Args:
-        partition_data: of this rank.
+        partition_data, homogeneous: as in `construct_full_graph`.
         seed_nodes: ids of own nodes in the numbering of `PartitionData.node_ranges`: rows of the part plus
             ``node_ranges[rank][0]``. May be empty on a rank.
         n_layers: the same on every rank.
         keep_seed_nodes: whether destinations of a layer are among its sources also where no edge begins in them.
-        homogeneous: see `construct_full_graph`.
 
     Raises:
         ValueError: some seeds are not this rank's, or as in `construct_full_graph`.
     """
     graph = construct_full_graph(partition_data, homogeneous)
-    return blocks_of(graph, _own_rows(graph, seed_nodes), n_layers, keep_seed_nodes)
+    return graph.mfgs(_own_rows(graph, seed_nodes), n_layers, keep_seed_nodes)
+
+
+def convert_dist_graph(dist_graph: Any) -> GraphShardManager:
+    """The graph of a ``dgl.distributed.DistGraph``, with its features. Collective.
+
+    The part that belongs to this process must be numbered as its rank.
+    """
+    return construct_full_graph(load_dgl_partition_data_from_graph(dist_graph, communicator().device))
 
 
 def _own_rows(graph: GraphShardManager, seed_nodes: Any) -> dict[str, Tensor]:
@@ -97,18 +99,10 @@ def _own_rows(graph: GraphShardManager, seed_nodes: Any) -> dict[str, Tensor]:
             f"rank {rank}: {num_foreign} of the seed nodes are not its own; expected ids in [{start}, {end}), which "
             f"are rows of its part plus partition_data.node_ranges[{rank}][0]"
         )
-    if any(everywhere):
-        other = next(other for other, count in enumerate(everywhere) if count)
-        raise PeerFailure(f"rank {other} passed seed nodes to construct_mfgs that are not its own")
+    for other, count in enumerate(everywhere):
+        if count:
+            raise PeerFailure(f"rank {other} passed seed nodes to construct_mfgs that are not its own")
     return rows
-
-
-def convert_dist_graph(dist_graph: Any) -> GraphShardManager:
-    """The graph of a ``dgl.distributed.DistGraph``, with its features. Collective.
-
-    The part that belongs to this process must be numbered as its rank.
-    """
-    return construct_full_graph(load_dgl_partition_data_from_graph(dist_graph, communicator().device))
 
 
 def _agreed(
@@ -136,31 +130,28 @@ def _agreed(
                 )
     assert part is not None
     stored = [other["stored"] for other in theirs]
-    take_over(part, stored, comm.rank)
-    return merged(part, stored) if homogeneous else part
+    take_over(part, stored)
+    return merged(part, data.node_ranges, stored) if homogeneous else part
 
 
-def _graph(comm: Ranks, part: OwnPart, chosen: Options) -> GraphShardManager:
+def _graph(comm: Ranks, part: OwnPart) -> GraphShardManager:
     owned = {kind: Ownership.from_counts([end - start for start, end in ends]) for kind, ends in part.ranges.items()}
     nodes = {}
-    for kind, ownership in owned.items():
+    for kind, ends in part.ranges.items():
         fields = {name: rows.to(comm.device) for name, rows in part.node_fields[kind].items()}
-        ids = torch.arange(*part.ranges[kind][comm.rank], device=comm.device)
-        nodes[kind] = Nodes(ids.numel(), ownership.num_total, ids, fields)
-    edges = {kind: _edges(comm, kind, listed, owned, chosen) for kind, listed in part.edges.items()}
+        ids = torch.arange(*ends[comm.rank], device=comm.device)
+        nodes[kind] = Nodes(ids.numel(), owned[kind].num_total, ids, fields)
+    edges = {kind: _edges(comm, kind, part, owned[kind[0]]) for kind in part.edges}
     return GraphShardManager(comm, nodes, nodes, edges)
 
 
-def _edges(
-    comm: Ranks, kind: CanonicalType, listed: EdgeList, owned: Mapping[str, Ownership], chosen: Options
-) -> Edges:
-    source, _, target = kind
-    offsets = torch.tensor(owned[source].offsets, device=listed.parts.device)
+def _edges(comm: Ranks, kind: CanonicalType, part: OwnPart, sources: Ownership) -> Edges:
+    listed, ends = part.edges[kind], (kind[0], kind[2])
+    shifts = torch.tensor([first - own[0] for first, own in zip(sources.offsets, part.ranges[kind[0]])])
+    src_ids = listed.src + shifts.to(listed.src.device)[listed.parts]
+    dst_rows, num_dst = listed.dst - part.ranges[kind[2]][comm.rank][0], part.counts[kind[2]]
     stored = listed.fields.get("orig_id")
     ids = listed.ids if stored is None or stored.dim() != 1 or stored.is_floating_point() else stored.to(torch.int64)
-    relation = build_relation(
-        comm, owned[source], listed.src_rows + offsets[listed.parts], listed.dst_rows, owned[target].num_own(comm.rank),
-        ids, listed.fields, chosen, (source, target),
-    )  # fmt: skip
-    total = sum(comm.all_gather_object(listed.src_rows.numel(), f"edges of {kind}"))
+    relation = build_relation(comm, sources, src_ids, dst_rows, num_dst, ids, listed.fields, options(), ends)
+    total = sum(comm.all_gather_object(listed.src.numel(), f"edges of {kind}"))
     return ConfiguredEdges.like(Edges.of(kind, relation, total))

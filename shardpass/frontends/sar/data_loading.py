@@ -1,8 +1,9 @@
-"""A rank's part of a graph that DGL partitioned, from its directory or from a DistGraph."""
+"""A rank's part of a graph that DGL partitioned, from its directory or from a DistGraph, and its features by name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,15 +25,12 @@ from shardpass.data.readers.dgl_partitions import (
     read_part_graph,
     read_tensors,
 )
-from shardpass.frontends.sar.common_tuples import CanonicalType, PartitionData, ShardEdgesAndFeatures, part_ranges
-from shardpass.frontends.sar.suffix_lookup import suffix_key_lookup
+from shardpass.frontends.sar.common_tuples import CanonicalType, PartitionData, Ranges, ShardEdgesAndFeatures
 
 __all__ = ["load_dgl_partition_data", "load_dgl_partition_data_from_graph", "suffix_key_lookup"]
 
-ORIGINAL = "orig_id"
 
-
-class InEdges(NamedTuple):
+class _InEdges(NamedTuple):
     """The edges into this rank's nodes: ids of both ends, the type of each edge and its number in the type."""
 
     src: Tensor
@@ -63,115 +61,17 @@ def load_dgl_partition_data(
     if not 0 <= part < num_parts:
         raise ValueError(f"{config.path} has the parts 0 to {num_parts - 1}, no part {part}; pass the rank")
     _check_numbering(config)
-    graph = read_part_graph(config.parts[part].graph)
+    files = config.parts[part]
+    graph = read_part_graph(files.graph)
     labels = [":".join(kind) for kind in config.edge_types]
-    counts = [_size(config.edges.rows(number, part)) for number in range(len(labels))]
-    features = _features(config.parts[part].edge_fields, labels, counts)
-    starts = [config.edges.rows(number, part).start for number in range(len(labels))]
-    edges = _in_edges(config, part, graph)
-    book, *_ = load_partition_book(str(partition_json_file), part)
-    parts = part_ranges(book)
-    return PartitionData(
-        split(edges, parts, _by_kind(features, labels), starts, torch.device(device)),
-        parts,
-        _node_features(config, part, graph),
-        list(config.node_types),
-        list(config.edge_types),
-        book,
-    )
-
-
-def split(
-    edges: InEdges,
-    node_ranges: Sequence[tuple[int, int]],
-    features: Sequence[dict[str, Tensor]],
-    starts: Sequence[int],
-    device: torch.device,
-) -> list[ShardEdgesAndFeatures]:
-    """The edges by the part of their source, sorted by type and then by number.
-
-    Args:
-        edges: the edges into this rank's nodes.
-        node_ranges: the ranges of all parts.
-        features: of each type, by full name. The row of an edge is its number less the entry of `starts`.
-        starts: the lowest number of each type.
-        device: where the result is.
-    """
-    order = np.lexsort((edges.numbers.numpy(), edges.kinds.numpy()))
-    src, dst, kinds, numbers = (tensor[torch.from_numpy(order)] for tensor in edges)
-    shards = []
-    for start, end in node_ranges:
-        mine = ((src >= start) & (src < end)).nonzero().view(-1)
-        found = {dgl.EID: numbers[mine].to(device), dgl.ETYPE: kinds[mine].to(device)}
-        for kind, rows_of in enumerate(features):
-            rows = numbers[mine[kinds[mine] == kind]] - starts[kind]
-            found |= {name: tensor[rows].to(device) for name, tensor in rows_of.items()}
-        shards.append(ShardEdgesAndFeatures((src[mine].to(device), dst[mine].to(device)), found))
-    return shards
-
-
-def _check_numbering(config: Config) -> None:
-    """Raise unless the nodes are numbered part by part, and in a part type by type, as DGL does it."""
-    position = 0
-    for part in range(config.nodes.num_parts):
-        for number in range(len(config.node_types)):
-            size = _size(config.nodes.rows(number, part))
-            ends = np.array([position, position + size - 1][: 2 * (size > 0)])
-            found_kinds, _, found_parts = config.nodes.locate(ends, config.path)
-            if (found_kinds != number).any() or (found_parts != part).any():
-                raise ValueError(
-                    f"{config.path} is altered: its node ids do not go part by part, and within a part type by type"
-                )
-            position += size
-
-
-def _size(rows: slice) -> int:
-    return int(rows.stop - rows.start)
-
-
-def _in_edges(config: Config, part: int, graph: PartGraph) -> InEdges:
+    features = _features(files.edge_fields, labels, config.edges.sizes[:, part].tolist())
     edge_ids, src, dst = own_edges(config, part, graph)
-    kinds, numbers, _ = config.edges.locate(edge_ids, config.parts[part].graph)
-    return InEdges(*(torch.from_numpy(array.astype(np.int64)) for array in (src, dst, kinds, numbers)))
-
-
-def _node_features(config: Config, part: int, graph: PartGraph) -> dict[str, Tensor]:
-    files, types = config.parts[part], config.node_types
-    counts = [_size(config.nodes.rows(number, part)) for number in range(len(types))]
-    found = _features(files.node_fields, types, counts)
-    ids = integers(graph.node_data, "_ID", files.graph)
-    inner = np.flatnonzero(integers(graph.node_data, "inner_node", files.graph))
-    inner = inner[ids[inner].argsort()]
-    found[dgl.NTYPE] = torch.repeat_interleave(torch.arange(len(types)), torch.tensor(counts))
-    if len(types) == 1 and ORIGINAL in graph.node_data:
-        found.setdefault(f"{types[0]}/{ORIGINAL}", _tensor(graph.node_data[ORIGINAL])[torch.from_numpy(inner)])
-    return found
-
-
-def _features(path: Path, labels: Sequence[str], counts: Sequence[int]) -> dict[str, Tensor]:
-    """What is stored of a part's own nodes or edges, by ``<label>/<name>``."""
-    found = dict(read_tensors(path))
-    originals = path.with_name("orig_nids.dgl" if path.name.startswith("node") else "orig_eids.dgl")
-    if originals.exists():
-        for label, stored in read_tensors(originals).items():
-            found.setdefault(f"{label}/{ORIGINAL}", stored)
-    features = {}
-    for key, stored in found.items():
-        owner, name = owner_of(key, labels, path)
-        if stored.values.shape[:1] != (counts[owner],):
-            raise ValueError(
-                f"{path} is altered: {key!r} is {list(stored.values.shape)}; expected {counts[owner]} rows"
-            )
-        features[key] = as_mask(name, _tensor(stored))
-    return features
-
-
-def _by_kind(features: Mapping[str, Tensor], labels: Sequence[str]) -> list[dict[str, Tensor]]:
-    return [{name: t for name, t in features.items() if name.startswith(f"{label}/")} for label in labels]
-
-
-def _tensor(stored: Stored) -> Tensor:
-    return torch.from_numpy(np.array(stored.values)).view(stored.dtype)
+    kinds, numbers, _ = config.edges.locate(edge_ids, files.graph)
+    edges = _InEdges(*(torch.from_numpy(array.astype(np.int64)) for array in (src, dst, kinds, numbers)))
+    starts = [config.edges.rows(kind, part).start for kind in range(len(labels))]
+    node_features = _node_features(config, part, graph)
+    book, *_ = load_partition_book(str(partition_json_file), part)
+    return _part_of(book, node_features, config.node_types, edges, config.edge_types, features, starts, device)
 
 
 def load_dgl_partition_data_from_graph(graph: Any, device: torch.device | str = "cpu") -> PartitionData:
@@ -186,23 +86,170 @@ def load_dgl_partition_data_from_graph(graph: Any, device: torch.device | str = 
     ids = local.ndata[dgl.NID]
     src, dst = local.edges(order="eid")
     kinds, numbers = book.map_to_per_etype(local.edata[dgl.EID][inner])
-    edges = InEdges(ids[src[inner]], ids[dst[inner]], kinds.to(torch.int64), numbers)
-    node_features = _pulled(graph.nodes, node_types, node_types, lambda kind: book.partid2nids(part, kind))
-    counts = torch.tensor([book.partid2nids(part, kind).numel() for kind in node_types])
-    node_features[dgl.NTYPE] = torch.repeat_interleave(torch.arange(len(node_types)), counts)
-    labels = [":".join(kind) for kind in edge_types]
+    edges = _InEdges(ids[src[inner]], ids[dst[inner]], kinds.to(torch.int64), numbers)
+    nodes = {kind: book.partid2nids(part, kind) for kind in node_types}
     own = {kind: book.partid2eids(part, kind) for kind in edge_types}
-    features = _pulled(graph.edges, edge_types, labels, own.__getitem__)
+    node_features = _pulled(graph.nodes, nodes, str)
+    node_features[dgl.NTYPE] = _numbered([rows.numel() for rows in nodes.values()])
+    features = _pulled(graph.edges, own, ":".join)
     starts = [int(own[kind][0]) if own[kind].numel() else 0 for kind in edge_types]
-    parts = part_ranges(book)
-    shards = split(edges, parts, _by_kind(features, labels), starts, torch.device(device))
-    return PartitionData(shards, parts, node_features, node_types, edge_types, book)
+    return _part_of(book, node_features, node_types, edges, edge_types, features, starts, device)
 
 
-def _pulled(views: Any, kinds: Sequence[Any], labels: Sequence[str], rows_of: Any) -> dict[str, Tensor]:
-    """This rank's rows of the distributed tensors of each type."""
-    found = {}
-    for kind, label in zip(kinds, labels):
-        for name, tensor in views[kind].data.items():
-            found[f"{label}/{name}"] = as_mask(name, tensor[rows_of(kind)])
+def _part_of(
+    book: Any, node_features: dict[str, Tensor], node_types: Sequence[str], edges: _InEdges,
+    edge_types: Sequence[CanonicalType], features: Mapping[str, Tensor], starts: Sequence[int], device: Any,
+) -> PartitionData:  # fmt: skip
+    """The edges by the part of their source, sorted by type and then by number, and everything else as it is.
+
+    Args:
+        features: of the edges, by full name. The row of an edge is its number less the entry of `starts` of its type.
+    """
+    order = torch.from_numpy(np.lexsort((edges.numbers.numpy(), edges.kinds.numpy())))
+    src, dst, kinds, numbers = (tensor[order] for tensor in edges)
+    ranges: Ranges = []
+    shards = []
+    for part in range(book.num_partitions()):
+        start = ranges[-1][1] if ranges else 0
+        ranges.append((start, start + book.partid2nids(part).numel()))
+        mine = ((src >= start) & (src < ranges[-1][1])).nonzero().view(-1)
+        found = {dgl.EID: numbers[mine].to(device), dgl.ETYPE: kinds[mine].to(device)}
+        for kind, names in enumerate(edge_types):
+            rows = numbers[mine[kinds[mine] == kind]] - starts[kind]
+            label = f"{':'.join(names)}/"
+            found |= {name: stored[rows].to(device) for name, stored in features.items() if name.startswith(label)}
+        shards.append(ShardEdgesAndFeatures((src[mine].to(device), dst[mine].to(device)), found))
+    return PartitionData(shards, ranges, node_features, list(node_types), list(edge_types), book)
+
+
+def _check_numbering(config: Config) -> None:
+    """Raise unless the nodes are numbered part by part, and in a part type by type, as DGL does it."""
+    sizes = config.nodes.sizes.T
+    ends = sizes.cumsum().reshape(sizes.shape)
+    parts, kinds = sizes.nonzero()
+    for ids in (ends - sizes, ends - 1):
+        found_kinds, _, found_parts = config.nodes.locate(ids[parts, kinds], config.path)
+        if (found_kinds != kinds).any() or (found_parts != parts).any():
+            raise ValueError(
+                f"{config.path} is altered: its node ids do not go part by part, and within a part type by type"
+            )
+
+
+def _node_features(config: Config, part: int, graph: PartGraph) -> dict[str, Tensor]:
+    files, types, counts = config.parts[part], config.node_types, config.nodes.sizes[:, part].tolist()
+    found = _features(files.node_fields, types, counts)
+    found[dgl.NTYPE] = _numbered(counts)
+    if len(types) == 1 and "orig_id" in graph.node_data:
+        ids = integers(graph.node_data, "_ID", files.graph)
+        inner = np.flatnonzero(integers(graph.node_data, "inner_node", files.graph))
+        inner = inner[ids[inner].argsort()]
+        found.setdefault(f"{types[0]}/orig_id", _tensor(graph.node_data["orig_id"])[torch.from_numpy(inner)])
     return found
+
+
+def _features(path: Path, labels: Sequence[str], counts: Sequence[int]) -> dict[str, Tensor]:
+    """What is stored of a part's own nodes or edges, by ``<label>/<name>``."""
+    found = dict(read_tensors(path))
+    originals = path.with_name("orig_nids.dgl" if path.name.startswith("node") else "orig_eids.dgl")
+    if originals.exists():
+        for label, stored in read_tensors(originals).items():
+            found.setdefault(f"{label}/orig_id", stored)
+    features = {}
+    for key, stored in found.items():
+        owner, name = owner_of(key, labels, path)
+        if stored.values.shape[:1] != (counts[owner],):
+            raise ValueError(
+                f"{path} is altered: {key!r} is {list(stored.values.shape)}; expected {counts[owner]} rows"
+            )
+        features[key] = as_mask(name, _tensor(stored))
+    return features
+
+
+def _tensor(stored: Stored) -> Tensor:
+    return torch.from_numpy(np.array(stored.values)).view(stored.dtype)
+
+
+def _numbered(counts: Sequence[int]) -> Tensor:
+    """The number of the type of each node."""
+    return torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+
+
+def _pulled(views: Any, rows: Mapping[Any, Tensor], label: Callable[[Any], str]) -> dict[str, Tensor]:
+    """Some rows of the distributed tensors of each type."""
+    return {
+        f"{label(kind)}/{name}": as_mask(name, tensor[ids])
+        for kind, ids in rows.items()
+        for name, tensor in views[kind].data.items()
+    }
+
+
+def suffix_key_lookup(
+    feature_dict: Mapping[str, Tensor],
+    key: str,
+    expand_to_all: bool = False,
+    type_list: Sequence[str | CanonicalType] | None = None,
+) -> Tensor:
+    """The feature `key` of `feature_dict`, whose names begin with a type: ``feat`` finds ``paper/feat``, not ``xfeat``.
+
+    If there is no such feature, the result is an empty tensor, int64 [0], and a warning names the features.
+
+    Args:
+        feature_dict: `PartitionData.node_features` or the like.
+        key: a name without its type, or a full name.
+        expand_to_all: whether nodes of the types in `type_list` that lack the feature get zeros. Otherwise such types
+            are left out.
+        type_list: the types whose rows follow one another in the result, such as `PartitionData.node_type_names`.
+            `None` means the one type that has the feature.
+
+    Raises:
+        ValueError: several types have it, or `expand_to_all` is asked for, and there is no `type_list`. Or the rows of
+            the types differ in shape or dtype, or it is not known how many nodes a type has that lacks it.
+    """
+    if expand_to_all and type_list is None:
+        raise ValueError("expand_to_all=True needs the type_list, for example partition_data.node_type_names")
+    if key in feature_dict:
+        return feature_dict[key]
+    matches = [name for name in feature_dict if name.endswith(f"/{key}")]
+    labels = [kind if isinstance(kind, str) else ":".join(kind) for kind in type_list or ()]
+    if type_list is not None:
+        matches = [name for name in matches if name[: -len(key) - 1] in labels]
+    if not matches:
+        among = "" if type_list is None else f" of the types {labels}"
+        warnings.warn(
+            f"no feature{among} is called {key!r}, so the result is an empty tensor; there are: "
+            f"{', '.join(sorted(feature_dict)) or 'none'}",
+            stacklevel=2,
+        )
+        return torch.empty(0, dtype=torch.int64)
+    if type_list is not None:
+        return _joined(feature_dict, key, labels, expand_to_all)
+    if len(matches) > 1:
+        raise ValueError(f"{key!r} means {', '.join(matches)}: pass one of them, or the type_list to join them")
+    return feature_dict[matches[0]]
+
+
+def _joined(features: Mapping[str, Tensor], key: str, labels: Sequence[str], expand: bool) -> Tensor:
+    """The rows of the types one after the other, with zeros for those that lack the feature or without them."""
+    first = next(features[f"{label}/{key}"] for label in labels if f"{label}/{key}" in features)
+    parts = []
+    for number, label in enumerate(labels):
+        if f"{label}/{key}" in features:
+            parts.append(features[f"{label}/{key}"])
+        elif expand:
+            parts.append(first.new_zeros((_count(features, label, number), *first.shape[1:])))
+    kinds = {f"{str(part.dtype).removeprefix('torch.')} rows of shape {list(part.shape[1:])}" for part in parts}
+    if len(kinds) > 1:
+        raise ValueError(f"{key!r} differs between the types {list(labels)}: {' and '.join(sorted(kinds))}")
+    return torch.cat(parts)
+
+
+def _count(features: Mapping[str, Tensor], label: str, number: int) -> int:
+    """How many nodes of a type there are, from `dgl.NTYPE` or another feature."""
+    if dgl.NTYPE in features:
+        return int((features[dgl.NTYPE] == number).sum())
+    for name, tensor in features.items():
+        if name.startswith(f"{label}/"):
+            return tensor.size(0)
+    raise ValueError(
+        f"the number of nodes of type {label!r} is not known: there is neither {dgl.NTYPE!r} nor a feature"
+    )

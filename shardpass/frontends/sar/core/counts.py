@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,20 +15,19 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, np.int64) else value
 
 
-def _plainly(operation: Callable[[Any, Any], Any]) -> Any:
-    return lambda mine, other: operation(_plain(mine), _plain(other))
+def _plainly(operation: Callable[..., Any]) -> Any:
+    return lambda mine, *others: operation(_plain(mine), *map(_plain, others))
 
 
 def _reflected(operation: Callable[[Any, Any], Any]) -> Any:
     return lambda mine, other: operation(_plain(other), _plain(mine))
 
 
-def _alone(operation: Callable[..., Any]) -> Any:
-    return lambda mine, *others: operation(_plain(mine), *others)
-
-
 class _Computes:
-    """A number that is this rank's own in arithmetic, as an `int` is: NumPy divides by zero, and overflows."""
+    """A number that is this rank's own in arithmetic, as an `int` is: NumPy divides by zero, and overflows.
+
+    Comparing it with 0 still asks for all ranks, as DGL's layers need it.
+    """
 
     __truediv__, __rtruediv__ = _plainly(operator.truediv), _reflected(operator.truediv)
     __floordiv__, __rfloordiv__ = _plainly(operator.floordiv), _reflected(operator.floordiv)
@@ -38,30 +37,14 @@ class _Computes:
     __divmod__, __rdivmod__ = _plainly(divmod), _reflected(divmod)
     __rshift__, __lshift__ = _plainly(operator.rshift), _plainly(operator.lshift)
     __and__, __or__, __xor__ = _plainly(operator.and_), _plainly(operator.or_), _plainly(operator.xor)
-    __float__: Any = _alone(float)
-    __round__: Any = _alone(round)
-    item: Any = _alone(int)
+    __float__, __round__, item = _plainly(float), _plainly(round), _plainly(int)
     __array__: Any = np.int64.__array__
     __array_ufunc__: Any = None
 
 
-class PlainNodeCount(_Computes, NodeCount):
+class OwnNodeCount(_Computes, NodeCount):
     """How many nodes this rank has."""
 
 
-class PlainEdgeCount(_Computes, EdgeCount):
+class OwnEdgeCount(_Computes, EdgeCount):
     """How many edges this rank has."""
-
-
-def plain(count: Any) -> int:
-    """`count`, with which may be computed. Comparing it with 0 still asks for all ranks, as DGL's layers need it."""
-    kind = PlainEdgeCount if isinstance(count, EdgeCount) else PlainNodeCount
-    found: int = kind.of(int(count), count.total)
-    return found
-
-
-def total(counts: Mapping[Any, int], kind: Any) -> int:
-    """The count of a type, or the sum of all if `kind` is `None`."""
-    if kind is not None and kind not in counts:
-        raise KeyError(f"no type {kind!r}; there are: {list(counts)}")
-    return sum(counts.values()) if kind is None else counts[kind]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,18 +11,17 @@ import torch
 from torch import Tensor
 
 from shardpass.core.exchange import halo_fetch
-from shardpass.core.graphs import build_relation, is_on
+from shardpass.core.graphs import is_on
 from shardpass.core.sharding import Ownership
 from shardpass.errors import RefusedError
+from shardpass.frontends.dgl.blocks import edges_between
+from shardpass.frontends.dgl.frames import DataViews
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
 from shardpass.frontends.dgl.private import ALL
-from shardpass.frontends.dgl.structure import Edges, Nodes
-from shardpass.frontends.dgl.views import DataViews
-from shardpass.frontends.sar.common_tuples import CanonicalType, ShardEdgesAndFeatures
+from shardpass.frontends.dgl.structure import Nodes
+from shardpass.frontends.sar.common_tuples import CanonicalType, Ranges, ShardEdgesAndFeatures
 from shardpass.frontends.sar.config import ConfiguredEdges
-from shardpass.frontends.sar.core.counts import plain, total
-
-_ROW = "row in the part"
+from shardpass.frontends.sar.core.counts import OwnEdgeCount, OwnNodeCount
 
 
 @dataclass(frozen=True)
@@ -54,26 +53,25 @@ class Whole:
     """
 
     node_ranges: NodeRanges
-    type_ranges: Mapping[str, Sequence[tuple[int, int]]]
+    type_ranges: Mapping[str, Ranges]
     book: Any
     nodes: Mapping[str, int]
     edges: Mapping[CanonicalType, int]
 
 
+@dataclass(frozen=True, eq=False)
 class NodeIds(DataViews):
     """``graph.srcnodes["type"].data``, and ``graph.srcnodes("type")``, which gives rows of this rank's part."""
 
-    def __init__(self, views: DataViews, rows: dict[str, Tensor]) -> None:
-        super().__init__(views._name, views._frames, views._canonical)
-        self._rows = rows
+    rows: dict[str, Tensor]
 
     def __call__(self, ntype: str | None = None) -> Tensor:  # type: ignore[override]
         """The nodes of a type as rows of this rank's part, int64."""
-        if ntype is None and len(self._rows) == 1:
-            return next(iter(self._rows.values()))
-        if ntype not in self._rows:
-            raise KeyError(f"{self._name}: expected one of the types {list(self._rows)}, got {ntype!r}")
-        return self._rows[ntype]
+        if ntype is None and len(self.rows) == 1:
+            return next(iter(self.rows.values()))
+        if ntype not in self.rows:
+            raise KeyError(f"{self.name}: expected one of the types {list(self.rows)}, got {ntype!r}")
+        return self.rows[ntype]
 
 
 class GraphShardManager(ShardedDGLGraph):
@@ -83,59 +81,43 @@ class GraphShardManager(ShardedDGLGraph):
     block from `construct_mfgs` say which nodes it takes and gives.
     """
 
-    shows_part = True
+    shows_part, node_count, edge_count = True, OwnNodeCount, OwnEdgeCount
     _whole: Whole
-    _inputs: dict[str, Tensor] | None = None
-    _seeds: dict[str, Tensor] | None = None
 
-    def known(self, whole: Whole, inputs: Any = None, seeds: Any = None) -> GraphShardManager:
-        """This graph, once it has been told what it is a share of, and which rows of the part its nodes are."""
-        self._whole, self._inputs, self._seeds = whole, inputs, seeds
+    def known(self, whole: Whole) -> GraphShardManager:
+        """This graph, once it has been told what it is a share of."""
+        self._whole = whole
         return self
 
     @property
     def input_nodes(self) -> Any:
         """The source nodes as rows of this rank's part, int64; a dict by type where there are several types."""
-        return _of_one_type(self._input_rows())
+        return _of_one_type(self._rows_of(self._sources))
 
     @property
     def seeds(self) -> Any:
         """The destination nodes as rows of this rank's part, int64; a dict by type where there are several types."""
-        return _of_one_type(self._seed_rows())
+        return _of_one_type(self._rows_of(self._destinations))
 
-    def _input_rows(self) -> dict[str, Tensor]:
-        return {kind: self._rows_of(nodes, kind, self._inputs) for kind, nodes in self._sources.items()}
-
-    def _seed_rows(self) -> dict[str, Tensor]:
-        return {kind: self._rows_of(nodes, kind, self._seeds) for kind, nodes in self._destinations.items()}
-
-    def _rows_of(self, nodes: Nodes, kind: str, known: dict[str, Tensor] | None) -> Tensor:
-        return torch.arange(nodes.num, device=self.device) if known is None else known[kind]
+    def _rows_of(self, side: dict[str, Nodes]) -> dict[str, Tensor]:
+        return {kind: nodes.ids - self.type_ranges[kind][self.comm.rank][0] for kind, nodes in side.items()}
 
     @property
     def nodes(self) -> NodeIds:
         """``nodes["type"].data`` and ``nodes("type")``."""
-        return NodeIds(super().nodes, {**self._seed_rows(), **self._input_rows()})
+        return NodeIds(**vars(super().nodes), rows=self._rows_of({**self._destinations, **self._sources}))
 
     @property
     def srcnodes(self) -> NodeIds:
         """``srcnodes["type"].data`` and ``srcnodes("type")``."""
-        return NodeIds(super().srcnodes, self._input_rows())
+        return NodeIds(**vars(super().srcnodes), rows=self._rows_of(self._sources))
 
     @property
     def dstnodes(self) -> NodeIds:
         """``dstnodes["type"].data`` and ``dstnodes("type")``."""
-        return NodeIds(super().dstnodes, self._seed_rows())
+        return NodeIds(**vars(super().dstnodes), rows=self._rows_of(self._destinations))
 
     # ---- counts
-
-    def num_src_nodes(self, ntype: str | None = None) -> int:
-        """How many source nodes of a type this rank has; `None` means all types."""
-        return plain(super().num_src_nodes(ntype))
-
-    def num_dst_nodes(self, ntype: str | None = None) -> int:
-        """How many destination nodes of a type this rank has; `None` means all types."""
-        return plain(super().num_dst_nodes(ntype))
 
     def num_nodes(self, ntype: str | None = None) -> int:
         """How many nodes of a type this rank has; `None` means the sum over `ntypes`.
@@ -143,15 +125,10 @@ class GraphShardManager(ShardedDGLGraph):
         A type on both sides of a block counts its sources. A block of one type counts both sides for `None`, as in DGL.
         """
         if ntype is None and len(self.ntypes) > 1:
-            return plain(self._count({**self._destinations, **self._sources}, None, "Node"))
-        return plain(super().num_nodes(ntype))
+            return self._count({**self._destinations, **self._sources}, None, "Node")
+        return super().num_nodes(ntype)
 
-    def num_edges(self, etype: Any = None) -> int:
-        """How many edges of a type this rank has; `None` means all types."""
-        return plain(super().num_edges(etype))
-
-    number_of_src_nodes, number_of_dst_nodes = num_src_nodes, num_dst_nodes
-    number_of_nodes, number_of_edges = num_nodes, num_edges
+    number_of_nodes = num_nodes
 
     @property
     def ntypes(self) -> list[str]:
@@ -172,11 +149,11 @@ class GraphShardManager(ShardedDGLGraph):
 
     def num_nodes_global(self, ntype: str | None = None) -> int:
         """How many nodes of a type the whole graph has; `None` means all types."""
-        return total(self._whole.nodes, ntype)
+        return _total(self._whole.nodes, ntype)
 
     def num_edges_global(self, etype: Any = None) -> int:
         """How many edges of a type the whole graph has; `None` means all types."""
-        return total(self._whole.edges, None if etype is None else self.to_canonical_etype(etype))
+        return _total(self._whole.edges, None if etype is None else self.to_canonical_etype(etype))
 
     number_of_nodes_global, number_of_edges_global = num_nodes_global, num_edges_global
 
@@ -200,7 +177,7 @@ class GraphShardManager(ShardedDGLGraph):
         return self._whole.node_ranges
 
     @property
-    def type_ranges(self) -> Mapping[str, Sequence[tuple[int, int]]]:
+    def type_ranges(self) -> Mapping[str, Ranges]:
         """(First id, end) of the nodes of each type in each part."""
         return self._whole.type_ranges
 
@@ -238,17 +215,13 @@ class GraphShardManager(ShardedDGLGraph):
             DGLError: there are several edge types; ask ``graph[etype]``.
         """
         kind = self.to_canonical_etype(None)
-        src, dst = self._ids_of_ends(kind)
-        graph = dgl.graph((src, dst), num_nodes=self.node_ranges[-1][1], device=self.device)
-        graph.edata.update(dict(self._edge_frames[kind]))
-        return graph
-
-    def _ids_of_ends(self, kind: CanonicalType) -> tuple[Tensor, Tensor]:
-        """The node ids of both ends of each edge. Collective."""
         edges = self._edges[kind]
         with torch.no_grad():
             ids = halo_fetch(self._sources[kind[0]].ids, edges.plan, f"ids of the sources of {kind}")
-        return ids[edges.src_rows], self._destinations[kind[2]].ids[edges.dst_rows]
+        ends = ids[edges.src_rows], self._destinations[kind[2]].ids[edges.dst_rows]
+        graph = dgl.graph(ends, num_nodes=self.node_ranges[-1][1], device=self.device)
+        graph.edata.update(dict(self._edge_frames[kind]))
+        return graph
 
     def to(self, device: Any, **kwargs: Any) -> GraphShardManager:
         """This graph, if it is on `device`.
@@ -271,24 +244,24 @@ class GraphShardManager(ShardedDGLGraph):
         Args:
             delete_shard_data: ignored. What this graph holds is freed when the last reference to it goes.
         """
-        edges = {kind: self._at_once(kind) for kind in self.canonical_etypes}
+        edges = {}
+        for kind in self.canonical_etypes:
+            own, plan = self._edges[kind], self._edges[kind].plan
+            sources, wanted = (torch.arange(num, device=self.device) for num in (plan.num_own_src, plan.num_dst))
+            owned = Ownership.from_counts(self.comm.all_gather_object(sources.numel(), f"sources of {kind}"))
+            options = replace(plan.options, mode="halo")
+            edges[kind] = edges_between(self, kind, own.fields, sources, wanted, owned, options)
         block = DistributedBlock(self.comm, self._sources, self._destinations, edges, self.is_block)
-        block.known(self._whole, self._inputs, self._seeds)
+        block.known(self._whole)
         return block
 
-    def _at_once(self, kind: CanonicalType) -> Edges:
-        edges, comm = self._edges[kind], self.comm
-        plan = edges.plan
-        counts = comm.all_gather_object(plan.num_own_src, f"sources of {kind}")
-        owned = Ownership.from_counts(counts)
-        numbers = owned.to_global(torch.arange(plan.num_own_src, device=self.device), comm.rank)
-        with torch.no_grad():
-            numbers = halo_fetch(numbers, plan, f"numbers of the sources of {kind}")
-        relation = build_relation(
-            comm, owned, numbers[edges.src_rows], edges.dst_rows, plan.num_dst, edges.ids, edges.fields,
-            replace(plan.options, mode="halo"), plan.ends,
-        )  # fmt: skip
-        return Edges.of(kind, relation, edges.total)
+    def mfgs(self, nodes: Any, num_layers: int, keep_seeds: bool = True) -> list[Any]:
+        """See `ShardedDGLGraph.mfgs`. The blocks are of this class, and follow `Config`."""
+        blocks = [block.copied_as(GraphShardManager) for block in super().mfgs(nodes, num_layers, keep_seeds)]
+        for block in blocks:
+            block.known(self._whole)
+            block._edges = {kind: ConfiguredEdges.like(edges) for kind, edges in block._edges.items()}
+        return blocks
 
 
 HeteroGraphShardManager = GraphShardManager
@@ -299,21 +272,11 @@ class DistributedBlock(GraphShardManager):
     """A `GraphShardManager` that fetches all halo rows at once (``Options(mode="halo")``)."""
 
 
-def blocks_of(graph: GraphShardManager, seeds: Any, num_layers: int, keep_seed_nodes: bool) -> list[GraphShardManager]:
-    """A block for each layer, the first layer's first. Collective; args as `ShardedDGLGraph.mfgs`."""
-    with graph.local_scope():
-        for kind in graph.ntypes:
-            graph.nodes[kind].data[_ROW] = torch.arange(graph.nodes_of(kind).num, device=graph.device)
-        blocks = [block.copied_as(GraphShardManager) for block in graph.mfgs(seeds, num_layers, keep_seed_nodes)]
-        for block in blocks:
-            block.known(
-                graph._whole,
-                {kind: frame.pop(_ROW) for kind, frame in block._src_frames.items()},
-                {kind: frame.pop(_ROW) for kind, frame in block._dst_frames.items()},
-            )
-            block._edges = {kind: ConfiguredEdges.like(edges) for kind, edges in block._edges.items()}
-    return blocks
-
-
 def _of_one_type(rows: dict[str, Tensor]) -> Any:
     return next(iter(rows.values())) if len(rows) == 1 else rows
+
+
+def _total(counts: Mapping[Any, int], kind: Any) -> int:
+    if kind is not None and kind not in counts:
+        raise KeyError(f"no type {kind!r}; there are: {list(counts)}")
+    return sum(counts.values()) if kind is None else counts[kind]

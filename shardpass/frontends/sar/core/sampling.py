@@ -37,15 +37,10 @@ class DistNeighborSampler:
     """
 
     def __init__(
-        self,
-        fanouts: Sequence[int],
-        prob: str | None = None,
-        replace: bool = False,
-        copy_edata: bool = True,
+        self, fanouts: Sequence[int], prob: str | None = None, replace: bool = False, copy_edata: bool = True,
         input_node_features: Mapping[str, Tensor] | None = None,
-        output_node_features: Mapping[str, Tensor] | None = None,
-        output_device: torch.device | str | None = None,
-    ) -> None:
+        output_node_features: Mapping[str, Tensor] | None = None, output_device: torch.device | str | None = None,
+    ) -> None:  # fmt: skip
         if not isinstance(prob, (str, type(None))) or not isinstance(replace, (bool, type(None))):
             raise TypeError(
                 f"DistNeighborSampler: prob={prob!r} and replace={replace!r}; expected the name of an edge feature or "
@@ -57,12 +52,7 @@ class DistNeighborSampler:
         self.output_device = output_device
 
     def sample(self, full_graph_manager: GraphShardManager, seeds: Tensor) -> list[Any]:
-        """Blocks of DGL for `seeds`, the first layer's first. Collective.
-
-        Args:
-            full_graph_manager: what `construct_full_graph` returned.
-            seeds: node ids in the numbering of ``node_ranges``, int64, each once. They may differ between ranks.
-        """
+        """Blocks of DGL for `seeds`, the first layer's first. Collective; the seeds are as in `DataLoader`."""
         ids = _checked(full_graph_manager, seeds, "DistNeighborSampler.sample")
         comm = full_graph_manager.comm
         seed = comm.all_gather_object(int(torch.randint(1 << 53, ())), "sampling: seed")[0]
@@ -96,19 +86,16 @@ class DataLoader(EpochLoader):
     """Mini-batches: yields a list of DGL blocks, the first layer's first. Collective.
 
     The batches of a rank are made of its own `seed_nodes`. All ranks take as many steps as the rank with the most
-    seeds needs. A rank with too few for that spreads them evenly over the steps. ``dgl.NID`` of the blocks has ids in
-    the numbering of ``node_ranges``, as the seeds.
+    seeds needs. A rank with too few for that spreads them evenly over the steps.
 
     Args:
-        full_graph_manager: what `construct_full_graph` returned.
-        seed_nodes: this rank's seeds, int64, each once: node ids in the numbering of ``node_ranges``. Those of own
-            nodes are rows of the part plus ``node_ranges[rank][0]``.
-        graph_sampler: what is drawn.
+        full_graph_manager, graph_sampler: what is drawn from, and what is drawn.
+        seed_nodes: this rank's seeds, int64, each once. They are node ids in the numbering of ``node_ranges``, as
+            ``dgl.NID`` of the blocks: rows of the part plus ``node_ranges[rank][0]``.
         batch_size: the most seeds of a rank in a step.
         drop_last: leave out a last step for which no rank has `batch_size` seeds.
         shuffle: put this rank's seeds into a new random order every epoch. Otherwise they keep the given order.
-        precompute_optimized_batches, optimized_batches_cache: ignored.
-        num_workers: ignored; a thread makes batches ahead.
+        precompute_optimized_batches, optimized_batches_cache, num_workers: ignored; a thread makes batches ahead.
         seed: decides everything that is random. The same on every rank.
 
     Raises:
@@ -117,24 +104,23 @@ class DataLoader(EpochLoader):
     """
 
     def __init__(
-        self,
-        full_graph_manager: GraphShardManager,
-        seed_nodes: Tensor,
-        graph_sampler: DistNeighborSampler,
-        batch_size: int = 1,
-        drop_last: bool = False,
-        shuffle: bool = False,
-        precompute_optimized_batches: bool = True,
-        optimized_batches_cache: str | None = None,
-        num_workers: int = 0,
-        *,
-        seed: int = 0,
-    ) -> None:
-        ids = _checked(full_graph_manager, seed_nodes, "DataLoader")
-        _warn_of_foreign(full_graph_manager, ids)
+        self, full_graph_manager: GraphShardManager, seed_nodes: Tensor, graph_sampler: DistNeighborSampler,
+        batch_size: int = 1, drop_last: bool = False, shuffle: bool = False, precompute_optimized_batches: bool = True,
+        optimized_batches_cache: str | None = None, num_workers: int = 0, *, seed: int = 0,
+    ) -> None:  # fmt: skip
+        ids, comm = _checked(full_graph_manager, seed_nodes, "DataLoader"), full_graph_manager.comm
+        start, end = full_graph_manager.tgt_node_range
+        num_foreign = int(((ids < start) | (ids >= end)).sum())
+        if num_foreign:
+            warnings.warn(
+                f"DataLoader on rank {comm.rank}: {num_foreign} of {len(ids)} seed nodes are nodes of other ranks. "
+                f"Seeds are node ids of the whole graph: own nodes have the ids from {start} to {end - 1}, which are "
+                f"rows of this part plus node_ranges[{comm.rank}][0]",
+                stacklevel=2,
+            )
         self._graph, self._drawn, self._shuffle = full_graph_manager, graph_sampler, shuffle
         self._begin(graph_sampler.sampler_over(full_graph_manager, batch_size, seed, prefetch=2), ids, [ids])
-        self._num_steps = _number_of_steps(full_graph_manager.comm, len(ids), batch_size, drop_last)
+        self._num_steps = _number_of_steps(comm, len(ids), batch_size, drop_last)
 
     def _deal(self, epoch: int) -> list[Seeds]:
         settings, ids, steps = self._sampler.settings, self._ids, self._num_steps
@@ -175,10 +161,9 @@ def _checked(graph: GraphShardManager, seeds: Any, who: str) -> Array:
         problem = "some come twice; expected each once"
     everywhere = graph.comm.all_gather_object(problem, f"{who}: seeds")
     if problem:
-        start = graph.tgt_node_range[0]
         raise ValueError(
             f"{who} on rank {graph.comm.rank}: seed nodes are ids in the numbering of node_ranges, which are rows of "
-            f"this part plus {start}: {problem}"
+            f"this part plus {graph.tgt_node_range[0]}: {problem}"
         )
     for rank, text in enumerate(everywhere):
         if text:
@@ -186,26 +171,13 @@ def _checked(graph: GraphShardManager, seeds: Any, who: str) -> Array:
     return ids.to(torch.int64).numpy()
 
 
-def _warn_of_foreign(graph: GraphShardManager, ids: Array) -> None:
-    start, end = graph.tgt_node_range
-    num_foreign = int(((ids < start) | (ids >= end)).sum())
-    if num_foreign:
-        warnings.warn(
-            f"DataLoader on rank {graph.comm.rank}: {num_foreign} of {len(ids)} seed nodes are nodes of other ranks. "
-            f"Seeds are node ids of the whole graph: own nodes have the ids from {start} to {end - 1}, which are rows "
-            f"of this part plus node_ranges[{graph.comm.rank}][0]",
-            stacklevel=3,
-        )
-
-
 def _by_type(graph: GraphShardManager, ids: Array) -> dict[str, Array]:
     """Node ids as those of the engine, which count the nodes of each type by themselves, by type."""
     found = {}
     for kind, ranges in graph.type_ranges.items():
         starts, ends = np.array(ranges).T
-        sizes = ends - starts
-        part = np.searchsorted(ends, ids, side="right")
-        part = np.minimum(part, len(ends) - 1)
+        part = np.minimum(np.searchsorted(ends, ids, side="right"), len(ends) - 1)
         mine = (ids >= starts[part]) & (ids < ends[part])
-        found[kind] = (ids - starts[part] + (np.cumsum(sizes) - sizes)[part])[mine]
+        shifts = np.cumsum(ends - starts) - ends  # from an id to the number of the node within its type
+        found[kind] = (ids + shifts[part])[mine]
     return found
