@@ -32,8 +32,8 @@ PAGES = [
 READABLE = [page for page in PAGES if page.name != "CHANGELOG.md"]
 """Pages without a sentence of more than 30 words."""
 GUIDES = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "gallery").glob("*.md"))]
-LONG = ["pyg-layers.md", "dgl-layers.md", "design.md"]
-"""Tables of layers, and the tour of the code: the only ones of the guides that may have 1,000 words or more."""
+LONG = ["design.md"]
+"""The tour of the code: the only guide that may have 1,000 words or more."""
 
 BLOCK = re.compile(r"<!-- runnable(?P<given>[^>]*?)-->\s*```python\n(?P<code>.*?)^```", re.S | re.M)
 LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")

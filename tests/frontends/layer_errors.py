@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -54,3 +55,26 @@ def relative(whole: Outcome, sharded: Outcome) -> dict[str, float]:
     """The largest error of every tensor, relative to its largest entry where that is above 1."""
     sizes = {name: float(t.abs().max()) if t.numel() else 1.0 for name, t in whole.tensors().items()}
     return {name: error / max(1.0, sizes[name]) for name, error in differences(whole, sharded).items()}
+
+
+def table_rows(found: list[tuple[str, str, float]], order: Iterable[str]) -> list[str]:
+    """Table rows of ``(name, how, error)``: one for each class and how, with its variants and their largest error."""
+    grouped: dict[str, dict[str, list[tuple[str, float]]]] = defaultdict(lambda: defaultdict(list))
+    for name, how, error in found:
+        kind, _, variant = name.partition(" ")
+        grouped[kind][how].append((variant, error))
+    lines = []
+    for kind in order:
+        for how, variants in grouped.get(kind, {}).items():
+            named = [variant or "default" for variant, _ in variants]
+            cell = f"{kind}: {', '.join(named)}" if len(variants) > 1 else f"{kind} {variants[0][0]}".strip()
+            lines.append(f"| {cell} | {how} | {max(error for _, error in variants):.0e} |")
+    return lines
+
+
+def rows_by_reason(reasons: Iterable[tuple[str, str]]) -> list[str]:
+    """Table rows of ``(class, reason)``: one for each reason."""
+    grouped: dict[str, list[str]] = defaultdict(list)
+    for name, reason in reasons:
+        grouped[reason].append(name)
+    return [f"| {', '.join(names)} | {reason} |" for reason, names in grouped.items()]
