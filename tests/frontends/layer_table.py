@@ -35,11 +35,11 @@ duplicate edges, isolated nodes, ties; an empty part, a rank without edges.
 
 {versions}. Largest error of all: {largest:.0e}; the bound is 1e-10.
 
-All run in the modes `sar`, `keep` and `halo`, except for those *at once*: they need whole neighbourhoods, so the
-message function runs once on all edges of a rank, with all halo rows there. Only `halo` does this; `sar` and `keep`
-refuse it by name. *kernel*: messages are source rows, or those times an edge scalar, which fused kernels compute.
-*softmax*: edge softmax in one pass over the source blocks. *traced*: the layer's own message function, run on a chunk
-of edges at a time.
+All run in the modes `sar`, `keep` and `halo`, except for those *at once*. These need whole neighbourhoods: the message
+function runs once on all edges of a rank, with all halo rows there. Only `halo` does this; `sar` and `keep` refuse it
+by name. *kernel*: messages are source rows, or those times an edge scalar, which fused kernels compute. *softmax*: edge
+softmax in one pass over the source blocks. *traced*: the layer's own message function, run on a chunk of edges at a
+time.
 
 | layer | computed as | largest error |
 |---|---|---|
