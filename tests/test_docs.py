@@ -33,7 +33,7 @@ READABLE = [page for page in PAGES if page.name != "CHANGELOG.md"]
 """Pages without a sentence of more than 30 words."""
 GUIDES = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "gallery").glob("*.md"))]
 LONG = ["design.md", "concepts.md"]
-"""The tour of the code, and the concepts with their pictures: the only guides of 1,000 words or more beside the code."""
+"""The tour of the code, and the concepts with their pictures: the only guides of 1,000 words or more beside code."""
 
 BLOCK = re.compile(r"<!-- runnable(?P<given>[^>]*?)-->\s*```python\n(?P<code>.*?)^```", re.S | re.M)
 LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
