@@ -111,7 +111,7 @@ def run(script: Path) -> None:
 
 
 def index() -> str:
-    """The first page of the gallery: title, first sentences and plot of each."""
+    """The first page of the gallery: title and plot of each."""
     parts = [
         "# Gallery\n\nEight jobs from beginning to end. Each page is a script of `examples/gallery` that runs within a "
         "minute on two quiet\ncores, with what it printed and drew. The site shows the code in its places. Each page "
@@ -119,9 +119,9 @@ def index() -> str:
     ]
     for name in ORDER:
         page = (PAGES / f"{name}.md").read_text(encoding="utf-8")
-        title, first = page.split("\n\n")[:2]
+        title = page.partition("\n")[0]
         plot = re.findall(r"!\[([^\]]*)\]\(([^)]*)\)", page)[-1]
-        parts.append(f"#{title.replace('# ', '# [')}]({name}.md)\n\n{first.strip()}\n\n![{plot[0]}]({plot[1]})\n")
+        parts.append(f"#{title.replace('# ', '# [')}]({name}.md)\n\n![{plot[0]}]({plot[1]})\n")
     return "\n".join(parts)
 
 

@@ -23,17 +23,18 @@ from . import test_dgl_hetero as hetero
 from . import test_dgl_modules as modules
 from .dgl_cases import CONVS, FLOAT32, graph_of
 from .dgl_parity import BOUND, caller
-from .layer_errors import largest_error, relative, rows_by_reason, table_rows
+from .layer_errors import largest_error, lists_of_layers, relative, rows_by_reason
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "dgl-layers.md"
 AT_ONCE = ("SAGEConv lstm", "PNAConv", "DGNConv", "AtomicConv")
+AS_THEY_ARE = "Computed as they are"
+OUT_EDGES = "Sums of weights over out-edges come from all ranks"
 CHANGED = {
-    "APPNPConv weighted": "sums of weights over out-edges come from all ranks",
-    "GCN2Conv weighted": "as APPNPConv",
-    "SGConv weighted": "as APPNPConv",
-    "TAGConv weighted": "as APPNPConv",
-    "EdgeWeightNorm both": "as APPNPConv",
-    "LabelPropagation": "in float32, as DGL computes it; the number of classes is that of all ranks",
+    **dict.fromkeys(
+        ["APPNPConv weighted", "GCN2Conv weighted", "SGConv weighted", "TAGConv weighted", "EdgeWeightNorm both"],
+        OUT_EDGES,
+    ),
+    "LabelPropagation": "In float32, as DGL computes it; the number of classes is that of all ranks",
 }
 HEAD = """# Layers of DGL, one by one
 
@@ -50,8 +51,8 @@ bound is 1e-10.
 mode, but the halo rows of that call are fetched together and all its messages are held, whatever the mode; a warning
 says how many.
 
-| layer | remark | largest error |
-|---|---|---|
+The lists have the layers with their largest errors.
+
 """
 
 
@@ -68,15 +69,15 @@ def errors(ranks: list[int]) -> list[tuple[str, str, float]]:
         )
         if not error <= bound:
             raise SystemExit(f"{name} is not exact: {error:.1e}")
-        remark = "at once" if name.startswith(AT_ONCE) else CHANGED.get(name, CHANGED.get(kind, ""))
+        remark = "at once" if name.startswith(AT_ONCE) else CHANGED.get(name, CHANGED.get(kind, AS_THEY_ARE))
         found.append((name, remark, error))
     for name in track(hetero.CASES, "layers of several types"):
         if isinstance(hetero.CASES[name][0](), dgl.nn.HeteroGraphConv):
             error = largest_error(hetero.CASES[name], hetero.graph_of(name), sp.dgl.wrap, ranks, 512)
             if not error <= BOUND:
                 raise SystemExit(f"HeteroGraphConv of {name} is not exact: {error:.1e}")
-            name = f"HeteroGraphConv of {name}".replace("of own aggregate", "with an aggregate function")
-            found.append((name, "", error))
+            name = f"HeteroGraphConv {name}".replace("own aggregate", "with an aggregate function")
+            found.append((name, AS_THEY_ARE, error))
     return found
 
 
@@ -86,7 +87,7 @@ def page(ranks: list[int]) -> str:
     versions = f"DGL {dgl.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     largest = max(error for name, _, error in found if name.split()[0] not in FLOAT32)
     text = HEAD.format(ranks=", ".join(map(str, ranks)), versions=versions, largest=largest)
-    text += "\n".join(table_rows(found, sorted({name.split()[0] for name, _, _ in found})))
+    text += lists_of_layers(found)
     text += "\n\n## Parts of layers, and layers that take each row alone\n\n| class | |\n|---|---|\n"
     parts = [(name, f"part of {whole}") for name, whole in sorted(modules.PARTS.items())]
     alone = [(name, "each row alone") for name in sorted(modules.ROW_WISE | modules.TYPED - {"HeteroGraphConv"})]

@@ -57,19 +57,24 @@ def relative(whole: Outcome, sharded: Outcome) -> dict[str, float]:
     return {name: error / max(1.0, sizes[name]) for name, error in differences(whole, sharded).items()}
 
 
-def table_rows(found: list[tuple[str, str, float]], order: Iterable[str]) -> list[str]:
-    """Table rows of ``(name, how, error)``: one for each class and how, with its variants and their largest error."""
+def lists_of_layers(found: list[tuple[str, str, float]]) -> str:
+    """Lists of ``(name, how, error)``, one for each way: the classes with their variants and largest errors."""
     grouped: dict[str, dict[str, list[tuple[str, float]]]] = defaultdict(lambda: defaultdict(list))
     for name, how, error in found:
         kind, _, variant = name.partition(" ")
-        grouped[kind][how].append((variant, error))
-    lines = []
-    for kind in order:
-        for how, variants in grouped.get(kind, {}).items():
-            named = [variant or "default" for variant, _ in variants]
-            cell = f"{kind}: {', '.join(named)}" if len(variants) > 1 else f"{kind} {variants[0][0]}".strip()
-            lines.append(f"| {cell} | {how} | {max(error for _, error in variants):.0e} |")
-    return lines
+        grouped[how][kind].append((variant, error))
+    lists = []
+    for how, kinds in grouped.items():
+        items = "\n".join(f"* {_named(kind, kinds[kind])}" for kind in sorted(kinds, key=str.lower))
+        lists.append(f"## {how[0].upper()}{how[1:]}\n\n{items}")
+    return "\n\n".join(lists)
+
+
+def _named(kind: str, variants: list[tuple[str, float]]) -> str:
+    largest = f"{max(error for _, error in variants):.0e}"
+    if len(variants) == 1:
+        return f"{kind} {variants[0][0]}".strip() + f": {largest}"
+    return f"{kind} ({', '.join(variant or 'default' for variant, _ in variants)}): {largest}"
 
 
 def rows_by_reason(reasons: Iterable[tuple[str, str]]) -> list[str]:

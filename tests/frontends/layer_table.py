@@ -21,7 +21,7 @@ from shardpass.frontends.pyg.refusals import REFUSED
 
 from . import hetero_cases
 from .conv_cases import CONVS, KERNEL, ONE_PASS_SOFTMAX, ONE_SHOT, SORTED
-from .layer_errors import largest_error, rows_by_reason, table_rows
+from .layer_errors import largest_error, lists_of_layers, rows_by_reason
 from .pyg_cases import GRAPH
 
 BOUND = 1e-10
@@ -41,8 +41,8 @@ by name. *kernel*: messages are source rows, or those times an edge scalar, whic
 softmax in one pass over the source blocks. *traced*: the layer's own message function, run on a chunk of edges at a
 time.
 
-| layer | computed as | largest error |
-|---|---|---|
+The lists have the layers with their largest errors, by how they are computed.
+
 """
 
 
@@ -75,7 +75,7 @@ def page(ranks: list[int]) -> str:
     largest = max(error for _, _, error in found)
     text = HEAD.format(ranks=", ".join(map(str, ranks)), versions=versions, largest=largest)
     classes = [name for name in pyg_convs.__all__ if name != "MessagePassing"]
-    text += "\n".join(table_rows(found, [*classes, "user's"]))
+    text += lists_of_layers(found)
     text += "\n\n## Refused by name\n\n| layer | reason |\n|---|---|\n"
     kinds = {name: [kind.__name__ for kind in getattr(pyg_convs, name).__mro__] for name in classes}
     reasons = {name: next((REFUSED[kind] for kind in kinds[name] if kind in REFUSED), None) for name in classes}
