@@ -1,20 +1,29 @@
 """A Markdown extension: a line ``::: shardpass.load`` becomes the signature and docstring of that name.
 
+A comment ``<!-- files: core/ranks -->`` becomes a table of the files of that folder, with the first sentence of each,
+and ``<!-- cell: weather_mesh 2 1f0e3dad -->`` that cell of code of a script of the gallery.
 Docstrings are read when the site is built, so pages cannot fall behind the code. `mkdocs.yml` lists it as
 ``docs.docstrings``, which ``python -m zensical build`` imports from the root of the checkout.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from markdown import Extension, Markdown
 from markdown.preprocessors import Preprocessor
 
+from docs.make_gallery import cells
+
 DIRECTIVE = re.compile(r"^::: +(?P<name>[\w.]+)(?: +members=(?P<members>[\w,]+))?$", re.M)
+FILES = re.compile(r"^<!-- files: (?P<folder>[\w/]+) -->$", re.M)
+CELL = re.compile(r"^<!-- cell: (?P<script>\w+) (?P<number>\d+) \w+ -->$", re.M)
 SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Attributes):(.*)$")
 SHORT = (
     ("torch.", ""),
@@ -31,7 +40,8 @@ class Docstrings(Extension):
 
 class Documented(Preprocessor):
     def run(self, lines: list[str]) -> list[str]:
-        text = "\n".join(lines)
+        text = FILES.sub(lambda match: table_of_files(match["folder"]), "\n".join(lines))
+        text = CELL.sub(lambda match: code_of(match["script"], int(match["number"])), text)
         return DIRECTIVE.sub(lambda match: document(match["name"], match["members"]), text).split("\n")
 
 
@@ -48,6 +58,41 @@ def document(path: str, members: str | None = None) -> str:
         member = member.fget if isinstance(member, property) else member
         parts += [heading(f"{path}.{name}", member, 4), prose(inspect.getdoc(member) or "")]
     return "\n\n".join(parts)
+
+
+def table_of_files(folder: str) -> str:
+    """A table with a row for each module and package in a folder of shardpass: what its docstring says first."""
+    place = package() / folder
+    modules = {path.name: path for path in place.glob("*.py") if path.name != "__init__.py"}
+    packages = {f"{path.parent.name}/": path for path in place.glob("*/__init__.py")}
+    rows = [f"| `{name}` | {first_sentence(path)} |" for name, path in sorted({**modules, **packages}.items())]
+    return "\n".join(["| file | what it holds |", "|---|---|", *rows])
+
+
+def package() -> Path:
+    """The folder of shardpass in the checkout."""
+    spec = find_spec("shardpass")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def code_of(script: str, number: int) -> str:
+    """A cell of code of a script of the gallery, in a fence."""
+    _, code = cells(package().parent / "examples" / "gallery" / f"{script}.py")[number]
+    return f"```python\n{code.strip()}\n```"
+
+
+def first_sentence(path: Path) -> str:
+    """The first sentence of the docstring of a module.
+
+    Raises:
+        ValueError: it has none; the build fails.
+    """
+    doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    if not doc:
+        raise ValueError(f"docs: {path} has no docstring")
+    sentence = re.split(r"(?<=\.)\s", " ".join(doc.split("\n\n")[0].split()))[0]
+    return re.sub(r"``([^`]+)``", r"`\1`", sentence).replace("|", "\\|")
 
 
 def look_up(path: str) -> Any:

@@ -5,12 +5,14 @@
     python docs/make_gallery.py --prose      # runs nothing: where prose has changed, and code has not
 
 A script is in the percent format, which jupytext and editors know: `# %%` begins a cell of code, `# %% [markdown]` a
-cell of prose. The pages are committed, so the site builds without running anything; tests/test_gallery.py compares
-them.
+cell of prose. The pages are committed without their code, which `docs/docstrings.py` puts in where a comment names the
+cell. So the site builds without running anything. The comment has a fingerprint of the code that has printed the
+outputs below it, which tests/test_gallery.py compares.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import re
@@ -44,13 +46,19 @@ def cells(script: Path) -> list[tuple[bool, str]]:
     return [(bool(mark), re.sub(r"^# ?", "", text, flags=re.M) if mark else text) for mark, text in found]
 
 
+def code_cell(script: Path, number: int) -> str:
+    """The comment that stands for a cell of code."""
+    code = cells(script)[number][1].strip()
+    return f"<!-- cell: {script.stem} {number} {hashlib.sha256(code.encode()).hexdigest()[:8]} -->\n"
+
+
 def page_of(script: Path, outputs: list[str] | None = None) -> str:
     """The page of a script; without `outputs` it has prose and code alone."""
     parts = []
     for number, (is_prose, text) in enumerate(cells(script)):
-        parts.append(f"{text.strip()}\n" if is_prose else f"```python\n{text.strip()}\n```\n")
+        parts.append(f"{text.strip()}\n" if is_prose else code_cell(script, number))
         parts.append(outputs[number] if outputs else "")
-    parts.append(f"The whole script: `python examples/gallery/{script.name}`\n")
+    parts.append(f"The whole script, with the code of this page: `python examples/gallery/{script.name}`\n")
     return "\n".join(part for part in parts if part)
 
 
@@ -66,8 +74,8 @@ def outputs_of(script: Path) -> list[str]:
         ValueError: the page has other code.
     """
     page, outputs = (PAGES / f"{script.stem}.md").read_text(encoding="utf-8"), list[str]()
-    for is_prose, text in cells(script):
-        _, block, rest = page.partition(f"```python\n{text.strip()}\n```\n")
+    for number, (is_prose, _) in enumerate(cells(script)):
+        _, block, rest = page.partition(code_cell(script, number))
         if not is_prose and not block:
             raise ValueError(f"the page of {script.name} has other code: run python docs/make_gallery.py {script.stem}")
         found = re.match(f"(?:{OUTPUT.pattern})+", rest, re.S) if block else None
@@ -103,16 +111,17 @@ def run(script: Path) -> None:
 
 
 def index() -> str:
-    """The first page of the gallery: title, first sentences and plot of each."""
+    """The first page of the gallery: title and plot of each."""
     parts = [
-        "# Gallery\n\nEight jobs from beginning to end. Each page is a script that runs within a minute on two quiet "
-        "cores, with what it printed and drew. Each names the largest size that was tested.\n"
+        "# Gallery\n\nEight jobs from beginning to end. Each page is a script of `examples/gallery` that runs within a "
+        "minute on two quiet\ncores, with what it printed and drew. The site shows the code in its places. Each page "
+        "names the largest size that was\ntested.\n"
     ]
     for name in ORDER:
         page = (PAGES / f"{name}.md").read_text(encoding="utf-8")
-        title, first = page.split("\n\n")[:2]
+        title = page.partition("\n")[0]
         plot = re.findall(r"!\[([^\]]*)\]\(([^)]*)\)", page)[-1]
-        parts.append(f"#{title.replace('# ', '# [')}]({name}.md)\n\n{first.strip()}\n\n![{plot[0]}]({plot[1]})\n")
+        parts.append(f"#{title.replace('# ', '# [')}]({name}.md)\n\n![{plot[0]}]({plot[1]})\n")
     return "\n".join(parts)
 
 

@@ -20,7 +20,7 @@ from shardpass.cli.launch import find_program, launcher_environment
 from tests.test_docs import GIVEN, ROOT, small_data
 
 pytestmark = [pytest.mark.long, pytest.mark.processes]
-NAMES = "README quickstart launching launchers recipes failures memory partitioning large-graphs names inference"
+NAMES = "README quickstart launching recipes failures memory partitioning large-graphs names inference"
 PAGES = [ROOT / "README.md" if name == "README" else ROOT / "docs" / f"{name}.md" for name in NAMES.split()]
 BLOCK = re.compile(
     r"(?:<!-- (?P<comment>not run|runnable)(?:: (?P<why>[^>]*?))? -->\n)?"
@@ -54,8 +54,7 @@ def write_files() -> None:
 
 FILES: dict[str, list[Callable[[], None]]] = {
     "README.md": [write_script],
-    "launching.md": [write_arrays],
-    "launchers.md": [write_script, write_parts],
+    "launching.md": [write_arrays, write_script],
     "recipes.md": [write_parts],
     "failures.md": [write_parts],
     "memory.md": [write_parts],

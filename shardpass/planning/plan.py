@@ -158,7 +158,7 @@ def plan(
 ) -> Plan:
     """The estimated peak memory per rank of training `model`, by term, for every mode and number of ranks.
 
-    Copies of the model are trained for two epochs on a made-up rank, in this process. ``docs/memory-estimates.md`` says
+    Copies of the model are trained for two epochs on a made-up rank, in this process. ``docs/memory.md`` says
     what is counted.
 
     Args:

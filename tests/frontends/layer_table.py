@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -22,37 +21,36 @@ from shardpass.frontends.pyg.refusals import REFUSED
 
 from . import hetero_cases
 from .conv_cases import CONVS, KERNEL, ONE_PASS_SOFTMAX, ONE_SHOT, SORTED
-from .how_much import MODES
-from .layer_errors import largest_error
+from .layer_errors import largest_error, lists_of_layers, rows_by_reason
 from .pyg_cases import GRAPH
 
 BOUND = 1e-10
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "pyg-layers.md"
 HEAD = """# Layers of PyG, one by one
 
-Every class of `torch_geometric.nn.conv`: exact in the modes shown, or refused by name. The program
-`python -m tests.frontends.layer_table` makes this page. It runs each layer in one process and on {ranks} ranks, in
-float64. It compares outputs and the gradients of inputs, edge tensors and parameters. The graph is small and awkward:
-self-loops, duplicate edges, isolated nodes, ties; an empty part, a rank without edges.
+Every class of `torch_geometric.nn.conv` is here: exact, or refused by name. The program `python -m
+tests.frontends.layer_table` makes this page. It runs each layer in one process and on {ranks} ranks, in float64, and
+compares outputs and the gradients of inputs, edge tensors and parameters. The graph is small and awkward: self-loops,
+duplicate edges, isolated nodes, ties; an empty part, a rank without edges.
 
 {versions}. Largest error of all: {largest:.0e}; the bound is 1e-10.
 
-*kernel*: messages are source rows, or those times an edge scalar, whatever the code looks like; fused kernels compute
-them. *softmax*: edge softmax in one pass over the source blocks. *traced*: the layer's own message function, run on a
-chunk of edges at a time. *at once*: the layer needs whole neighbourhoods, so the message function runs once on all
-edges of a rank, with all halo rows there. This is `halo` mode only; `sar` and `keep` refuse it by name.
+All run in the modes `sar`, `keep` and `halo`, except for those *at once*. These need whole neighbourhoods: the message
+function runs once on all edges of a rank, with all halo rows there. Only `halo` does this; `sar` and `keep` refuse it
+by name. *kernel*: messages are source rows, or those times an edge scalar, which fused kernels compute. *softmax*: edge
+softmax in one pass over the source blocks. *traced*: the layer's own message function, run on a chunk of edges at a
+time.
 
-| layer | modes | computed as | largest error |
-|---|---|---|---|
+The lists have the layers with their largest errors, by how they are computed.
+
 """
 
 
-def rows(ranks: list[int]) -> tuple[dict[str, list[str]], float]:
-    """Table rows by class, and the largest error of all."""
-    found: dict[str, list[str]] = defaultdict(list)
+def errors(ranks: list[int]) -> list[tuple[str, str, float]]:
+    """``(layer, how it is computed, error)`` of each layer."""
+    found = []
     jobs = [(n, c, "at once" if n in ONE_SHOT else _path(n)) for n, c in {**CONVS, **ONE_SHOT}.items()]
     jobs += [(name, case, "several types") for name, case in hetero_cases.LAYERS.items()]
-    top = 0.0
     for name, case, path in track(jobs, "layers"):
         if path == "several types":
             error = largest_error(case, hetero_cases.GRAPH, sp.pyg.wrap, ranks, 700)
@@ -62,10 +60,8 @@ def rows(ranks: list[int]) -> tuple[dict[str, list[str]], float]:
             error = largest_error(case, GRAPH, sp.pyg.wrap, ranks, 700)
         if not error <= BOUND:
             raise SystemExit(f"{name} is not exact: {error:.1e}")
-        top = max(top, error)
-        modes = "halo" if path == "at once" else ", ".join(MODES)
-        found[name.split()[0]].append(f"| {name} | {modes} | {path} | {error:.0e} |")
-    return found, top
+        found.append((name, path, error))
+    return found
 
 
 def _path(name: str) -> str:
@@ -74,18 +70,16 @@ def _path(name: str) -> str:
 
 def page(ranks: list[int]) -> str:
     """The page."""
-    found, top = rows(ranks)
+    found = errors(ranks)
     versions = f"PyG {torch_geometric.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-    text = HEAD.format(ranks=", ".join(map(str, ranks)), versions=versions, largest=top)
+    largest = max(error for _, _, error in found)
+    text = HEAD.format(ranks=", ".join(map(str, ranks)), versions=versions, largest=largest)
     classes = [name for name in pyg_convs.__all__ if name != "MessagePassing"]
-    text += "\n".join(line for name in [*classes, "user's"] for line in found.get(name, []))
+    text += lists_of_layers(found)
     text += "\n\n## Refused by name\n\n| layer | reason |\n|---|---|\n"
-    for name in classes:
-        kinds = [kind.__name__ for kind in getattr(pyg_convs, name).__mro__]
-        reason = next((REFUSED[kind] for kind in kinds if kind in REFUSED), None)
-        if reason is not None:
-            text += f"| {name} | {reason} |\n"
-    return text
+    kinds = {name: [kind.__name__ for kind in getattr(pyg_convs, name).__mro__] for name in classes}
+    reasons = {name: next((REFUSED[kind] for kind in kinds[name] if kind in REFUSED), None) for name in classes}
+    return text + "\n".join(rows_by_reason((name, why) for name, why in reasons.items() if why)) + "\n"
 
 
 if __name__ == "__main__":
