@@ -86,3 +86,9 @@ def test_errors_may_be_relative():
         assert_same(whole, sharded, bound=1e-5)
     with pytest.raises(AssertionError, match="output by inf"):
         assert_same(whole, Outcome(torch.full((2,), float("nan"))))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.xfail(raises=AssertionError, strict=True)
+def test_a_test_of_ranks_fails_where_one_rank_fails(comm):
+    assert comm.size == 2 and comm.rank == 0
