@@ -1,7 +1,5 @@
 """Importing shardpass needs no extra and does nothing else; a missing extra is one sentence."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

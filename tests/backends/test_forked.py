@@ -1,7 +1,5 @@
 """Ranks that a program forks with multiprocessing. They end without ``atexit`` and ``sys.excepthook``."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

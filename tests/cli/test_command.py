@@ -1,7 +1,5 @@
 """The command as a whole: its version, its help, and how it tells what nobody has foreseen."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`shardpass` as a real program: its own processes, torchrun, mpirun, a kill and a resume, the doctor."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """`shardpass train --restarts`: ranks that are killed come back, and the run ends as if nothing had happened."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """DGL's graphs, and its partition directories read without it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Readers keep every field, or refuse it by name."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

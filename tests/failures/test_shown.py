@@ -1,7 +1,5 @@
 """What a script leaves on the screen when an error ends it: the lines of the user's own files, then one sentence."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Mistakes of the first day: each is told with the name of the argument or field, and what to do."""
 
-from __future__ import annotations
-
 import warnings
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Arguments of the first day that are swapped, left out or of another kind: one sentence tells what goes where."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic

@@ -1,7 +1,5 @@
 """A small training loop on a partitioned random graph, and what became of every rank when one of them goes wrong."""
 
-from __future__ import annotations
-
 import copy
 import threading
 import time

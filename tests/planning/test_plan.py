@@ -1,7 +1,5 @@
 """The planner: what it adds up, what it picks, what it says."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

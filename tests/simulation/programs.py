@@ -1,7 +1,5 @@
 """Small programs over the engine, chosen by a number: a graph, its owners, the ways of the engine, and what is done."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`assert_exact` passes what is exact, and names the ranks, the mode and the tensors of what is not."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Dry runs: a made-up rank has the sizes it was told, its communicator answers alone, the tracker counts storages."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A torch profiler around a step of ranks that are processes: what it saw begin has ended when it stops."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 

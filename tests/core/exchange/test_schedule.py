@@ -1,7 +1,5 @@
 """The order of rounds: complete, free of deadlock, bounded, and its own adjoint with the peers swapped."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

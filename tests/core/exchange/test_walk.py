@@ -1,7 +1,5 @@
 """The exchange: several tensors in one message, buffers used again, exact bytes, one gradient return at a time."""
 
-from __future__ import annotations
-
 import itertools
 from contextlib import nullcontext
 from threading import get_ident

@@ -1,7 +1,5 @@
 """Rows through shared memory: the numbers of messages to the bit, tokens instead of rows, memory used again."""
 
-from __future__ import annotations
-
 from time import sleep
 
 import pytest
@@ -74,16 +72,14 @@ def walks(comm, plan, calls, slow=None):
 
 @pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_the_numbers_of_messages_to_the_bit(options, hosts):
-    def work(comm):
-        by_message = walks(comm, plan_of(comm, **options), (1, 2, 3))
-        plan = plan_of(sharing(comm, hosts), **options)
-        shared = walks(comm, plan, (4, 1, 2, 3), slow=2)[-len(by_message) :]
-        assert plan.shared is not None and not comm.caches.of(WindowPool).refused
-        assert len(comm.caches.of(WindowPool).windows) == 2, "rows and gradients at a time"
-        assert all(torch.equal(a, b) for a, b in zip(by_message, shared, strict=True))
-
-    run(work, 4)
+@pytest.mark.ranks(4)
+def test_the_numbers_of_messages_to_the_bit(comm, options, hosts):
+    by_message = walks(comm, plan_of(comm, **options), (1, 2, 3))
+    plan = plan_of(sharing(comm, hosts), **options)
+    shared = walks(comm, plan, (4, 1, 2, 3), slow=2)[-len(by_message) :]
+    assert plan.shared is not None and not comm.caches.of(WindowPool).refused
+    assert len(comm.caches.of(WindowPool).windows) == 2, "rows and gradients at a time"
+    assert all(torch.equal(a, b) for a, b in zip(by_message, shared, strict=True))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -240,29 +236,27 @@ def test_no_memory_on_one_rank_means_messages_on_all():
     run(work, 4)
 
 
-def test_memory_is_used_again_and_grows():
-    def work(comm):
-        sharing(comm)
-        sizes = [[0, 10, 20, 30], [0, 10, 20, 30], [5, 5, 5, 5], [1, 1, 1, 1]]
-        found = []
-        for call, wanted in enumerate(sizes, start=1):
-            window = take_window(comm, wanted, call, "test")
-            found.append(window)
-            assert [len(window.memory[rank]) for rank in range(4)] == list(window.sizes)
-            window.give_back()
-        assert found[0] is found[1] is not found[2] is found[3]
-        assert found[2].sizes == (5, 10, 20, 30) and found[1].memory == {}
-        first, second = (take_window(comm, [1] * 4, 9, "test") for _ in range(2))
-        assert first is found[3] and second is not first and second.sizes == (1, 1, 1, 1)
-        second.give_back()
-        first.give_back()
-        assert take_window(comm, [1] * 4, 9, "test") is second, "the smallest that does"
-        left = take_window(comm, [1] * 4, 9, "test")
-        assert left is first
-        assert take_window(comm, [1] * 4, 10, "test") not in (first, second), "call 9 has left them"
-        assert take_window(comm, [0] * 4, 10, "test") is None
-
-    run(work, 4)
+@pytest.mark.ranks(4)
+def test_memory_is_used_again_and_grows(comm):
+    sharing(comm)
+    sizes = [[0, 10, 20, 30], [0, 10, 20, 30], [5, 5, 5, 5], [1, 1, 1, 1]]
+    found = []
+    for call, wanted in enumerate(sizes, start=1):
+        window = take_window(comm, wanted, call, "test")
+        found.append(window)
+        assert [len(window.memory[rank]) for rank in range(4)] == list(window.sizes)
+        window.give_back()
+    assert found[0] is found[1] is not found[2] is found[3]
+    assert found[2].sizes == (5, 10, 20, 30) and found[1].memory == {}
+    first, second = (take_window(comm, [1] * 4, 9, "test") for _ in range(2))
+    assert first is found[3] and second is not first and second.sizes == (1, 1, 1, 1)
+    second.give_back()
+    first.give_back()
+    assert take_window(comm, [1] * 4, 9, "test") is second, "the smallest that does"
+    left = take_window(comm, [1] * 4, 9, "test")
+    assert left is first
+    assert take_window(comm, [1] * 4, 10, "test") not in (first, second), "call 9 has left them"
+    assert take_window(comm, [0] * 4, 10, "test") is None
 
 
 def test_ranks_in_different_calls_are_told():

@@ -1,7 +1,5 @@
 """`rows` and `node_ids`: rows of any nodes by their ids, with exact gradients, in models too."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -105,14 +103,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize("words", WRONG)
-def test_what_one_rank_does_wrong_is_raised_on_all(words):
-    def work(comm):
-        graph = shard_in_memory(GRAPH, torch.arange(N) % 2, comm)
-        given = WRONG[words](graph) if comm.rank == 1 else (graph.x, torch.tensor([0]))
-        with pytest.raises(ValueError, match=rf"{words}.*\(found on rank 1\)"):
-            sp.rows(graph, *given)
-
-    run(work, 2)
+@pytest.mark.ranks(2)
+def test_what_one_rank_does_wrong_is_raised_on_all(comm, words):
+    graph = shard_in_memory(GRAPH, torch.arange(N) % 2, comm)
+    given = WRONG[words](graph) if comm.rank == 1 else (graph.x, torch.tensor([0]))
+    with pytest.raises(ValueError, match=rf"{words}.*\(found on rank 1\)"):
+        sp.rows(graph, *given)
 
 
 def test_what_node_ids_refuses():

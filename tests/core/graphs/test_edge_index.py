@@ -1,7 +1,5 @@
 """The stand-in for edge_index: what structural code needs works; whatever would answer for one rank only is refused."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings

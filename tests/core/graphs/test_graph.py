@@ -1,7 +1,5 @@
 """A rank's share of a graph: what it answers, what it refuses in words, and gathering rows in the original order."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

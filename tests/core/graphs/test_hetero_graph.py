@@ -1,7 +1,5 @@
 """A graph of several types from a store: every field of every type comes back, and what is missing is told."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

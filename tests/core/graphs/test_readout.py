@@ -1,7 +1,5 @@
 """Reductions, moments and rows of all ranks against the same on the rows in one place."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """From a graph to a store to every rank's share, and back: nothing lost, nothing altered, failures told to all."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """Several relations as one edge list: the right edges, made once, refused where they do not fit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The fingerprint of a model: the same text for the same numbers, another for whatever changes a result."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The journal of a forward: what every rank has is read, the rest is computed, and another run begins anew."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """The loops that do an attention in closed form at once, against the steps in plain torch."""
 
-from __future__ import annotations
-
 import copy
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Which tensors go to Triton's kernels, and that nothing else does."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from functools import partial

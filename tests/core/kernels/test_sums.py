@@ -1,7 +1,5 @@
 """The fused kernels against the definition of right."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

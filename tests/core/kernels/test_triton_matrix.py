@@ -4,8 +4,6 @@ The interpreter runs them, or a GPU where there is one. Numbers of heads and of 
 each. By default each kernel and dtype meets two of the shapes, in turn; `long` has them all.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The order token: backward visits the same collective calls on every rank."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -89,19 +87,17 @@ def test_nested_structures_are_tied_and_may_be_changed_in_place():
     assert run(body, 2) == [[4.0, 2.0]] * 2
 
 
-def test_the_alias_still_finds_changes_of_saved_tensors():
-    def body(comm):
-        x = torch.ones(2, requires_grad=True)
+@pytest.mark.ranks(1)
+def test_the_alias_still_finds_changes_of_saved_tensors(comm):
+    x = torch.ones(2, requires_grad=True)
 
-        def forward(x):
-            return all_reduce_sum(x, comm).exp()  # exp saves its result
+    def forward(x):
+        return all_reduce_sum(x, comm).exp()  # exp saves its result
 
-        output = chained(comm, forward, x)
-        output.add_(1)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            output.sum().backward()
-
-    run(body, 1)
+    output = chained(comm, forward, x)
+    output.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -176,11 +172,9 @@ def test_outside_a_chain_tokens_are_not_carried_over():
     assert run(body, 1) == [True]
 
 
-def test_double_backward_is_refused():
-    def body(comm):
-        x = torch.ones(2, requires_grad=True)
-        total = all_reduce_sum(x, comm, "my sum").square().sum()
-        with pytest.raises(RefusedError, match=r"double backward.*'my sum #1'.*create_graph=True"):
-            torch.autograd.grad(total, x, create_graph=True)
-
-    run(body, 1)
+@pytest.mark.ranks(1)
+def test_double_backward_is_refused(comm):
+    x = torch.ones(2, requires_grad=True)
+    total = all_reduce_sum(x, comm, "my sum").square().sum()
+    with pytest.raises(RefusedError, match=r"double backward.*'my sum #1'.*create_graph=True"):
+        torch.autograd.grad(total, x, create_graph=True)

@@ -1,7 +1,5 @@
 """The same initialisation on every rank, different draws afterwards."""
 
-from __future__ import annotations
-
 import threading
 import time
 
@@ -137,9 +135,7 @@ def test_replayed_numbers_are_the_same_whatever_other_threads_draw():
     assert run(body, 2) == [True, True]
 
 
-def test_what_cannot_be_replayed_is_refused():
-    def body(comm):
-        with pytest.raises(RefusedError, match=r"native_dropout.*Run the ranks as processes"), replayed(comm, 5):
-            torch.native_dropout(torch.ones(3), 0.5, True)
-
-    run(body, 2)
+@pytest.mark.ranks(2)
+def test_what_cannot_be_replayed_is_refused(comm):
+    with pytest.raises(RefusedError, match=r"native_dropout.*Run the ranks as processes"), replayed(comm, 5):
+        torch.native_dropout(torch.ones(3), 0.5, True)

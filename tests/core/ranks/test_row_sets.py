@@ -1,7 +1,5 @@
 """Sets of rows: which of them are known to be others."""
 
-from __future__ import annotations
-
 import torch
 
 from shardpass.core.graphs import reversed_edges

@@ -1,7 +1,5 @@
 """Sizes and counts as people write them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

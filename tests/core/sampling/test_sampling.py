@@ -1,7 +1,5 @@
 """Drawing neighbours: distributions, the same bits with and without numba; dealing out seeds; batches in lock step."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

@@ -1,7 +1,5 @@
 """Shards of a list that was edited hold what sorting the list anew gives; what was added has a shard of its own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Who owns which node."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Shards: every edge once, chunks within bounds, transposes, against brute force."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

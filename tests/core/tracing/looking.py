@@ -1,7 +1,5 @@
 """A rank's share of a graph, and what one trace of a message function on it shows."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

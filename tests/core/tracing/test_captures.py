@@ -1,7 +1,5 @@
 """Tensors that a message function takes from outside are found, and get their whole gradient."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from looking import GRAPH, OWNERS, add_up, function_of, look, plain

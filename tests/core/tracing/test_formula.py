@@ -1,7 +1,5 @@
 """Formulas of messages: which messages have one, what it computes, and its gradient."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from looking import add_up, largest, look, softmax

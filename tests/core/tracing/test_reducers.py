@@ -1,7 +1,5 @@
 """Reducers by law: any split of the messages, any order, the same value; gradients as torch's own functions give."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Row-wise or refused: what couples edges or nodes is refused by name; what does not is computed, and is right."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

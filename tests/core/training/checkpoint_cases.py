@@ -1,7 +1,5 @@
 """A model, optimizers and a training loop whose state is saved and loaded."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

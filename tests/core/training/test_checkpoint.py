@@ -1,7 +1,5 @@
 """Checkpoints: what is saved comes back, and whatever does not fit is refused on every rank."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -273,18 +271,15 @@ def test_a_rank_without_the_table_is_told_on_all(tmp_path):
     run(body, 3)
 
 
-def test_a_table_of_the_model_is_none_of_the_checkpoint(tmp_path):
+@pytest.mark.ranks(2)
+def test_a_table_of_the_model_is_none_of_the_checkpoint(comm, tmp_path):
     """It was an ordinary parameter with as many rows as the ranks have together."""
-
-    def body(comm):
-        model = Table(3, 0)
-        model.table.shardpass_local = False
-        save_checkpoint(tmp_path / "a", comm, model, graph=PARTITION)
-        words = r"'table' is float32 \[3, 2\] in the checkpoint, float32 \[1, 2\] in the model.* \(found on rank 0\)"
-        with pytest.raises(CheckpointError, match=words):
-            load_checkpoint(tmp_path / "a", comm, Table(comm.rank + 1, 0), graph=PARTITION)
-
-    run(body, 2)
+    model = Table(3, 0)
+    model.table.shardpass_local = False
+    save_checkpoint(tmp_path / "a", comm, model, graph=PARTITION)
+    words = r"'table' is float32 \[3, 2\] in the checkpoint, float32 \[1, 2\] in the model.* \(found on rank 0\)"
+    with pytest.raises(CheckpointError, match=words):
+        load_checkpoint(tmp_path / "a", comm, Table(comm.rank + 1, 0), graph=PARTITION)
 
 
 class Extra(nn.Linear):
@@ -302,20 +297,18 @@ class Extra(nn.Linear):
         self.value = state
 
 
-def test_state_that_is_no_tensor(tmp_path):
-    def body(comm):
-        save_checkpoint(tmp_path / "a", comm, Extra({"seen": 3}))
-        save_checkpoint(tmp_path / "b", comm, Extra(torch.ones(2)))
-        model = Extra({"seen": 0})
-        load_checkpoint(tmp_path / "a", comm, model)
-        assert model.value == {"seen": 3}
-        words = r"'_extra_state' is {} in the checkpoint, {} in the model"
-        with pytest.raises(CheckpointError, match=words.format("no tensor", r"float32 \[2\]")):
-            load_checkpoint(tmp_path / "a", comm, Extra(torch.ones(2)))
-        with pytest.raises(CheckpointError, match=words.format(r"float32 \[2\]", "no tensor")):
-            load_checkpoint(tmp_path / "b", comm, model)
-
-    run(body, 2)
+@pytest.mark.ranks(2)
+def test_state_that_is_no_tensor(comm, tmp_path):
+    save_checkpoint(tmp_path / "a", comm, Extra({"seen": 3}))
+    save_checkpoint(tmp_path / "b", comm, Extra(torch.ones(2)))
+    model = Extra({"seen": 0})
+    load_checkpoint(tmp_path / "a", comm, model)
+    assert model.value == {"seen": 3}
+    words = r"'_extra_state' is {} in the checkpoint, {} in the model"
+    with pytest.raises(CheckpointError, match=words.format("no tensor", r"float32 \[2\]")):
+        load_checkpoint(tmp_path / "a", comm, Extra(torch.ones(2)))
+    with pytest.raises(CheckpointError, match=words.format(r"float32 \[2\]", "no tensor")):
+        load_checkpoint(tmp_path / "b", comm, model)
 
 
 def test_modules_are_told_the_version_of_what_they_load(tmp_path):

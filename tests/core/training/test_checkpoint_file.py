@@ -1,7 +1,5 @@
 """The file of a checkpoint: nested state as JSON and tensors, and what is refused of either."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Checkpoint files: torn, forged and unfitting ones are refused by name, and a failed write leaves the old one."""
 
-from __future__ import annotations
-
 import json
 import os
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Metrics against scikit-learn on the rows of all ranks."""
 
-from __future__ import annotations
-
 import math
 import warnings
 
@@ -131,9 +129,7 @@ def test_what_one_rank_does_wrong_is_raised_on_all(words):
 
 
 @pytest.mark.parametrize("metric", [sp.f1, sp.mae, sp.roc_auc, sp.average_precision])
-def test_no_rows_on_any_rank(metric):
-    def work(comm):
-        with pytest.raises(ValueError, match="selects no node on any rank"):
-            metric(LOGITS, LABELS.double(), torch.zeros(40, dtype=torch.bool), comm)
-
-    run(work, 2)
+@pytest.mark.ranks(2)
+def test_no_rows_on_any_rank(comm, metric):
+    with pytest.raises(ValueError, match="selects no node on any rank"):
+        metric(LOGITS, LABELS.double(), torch.zeros(40, dtype=torch.bool), comm)

@@ -1,7 +1,5 @@
 """DistributedBatchNorm against torch.nn.BatchNorm1d on the concatenated rows."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 
@@ -215,16 +213,13 @@ def test_checkpointing_recomputes_and_stays_exact():
         torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
 
 
-def test_one_row_in_all_raises_as_torch_and_no_rows_do_not():
-    def body(comm):
-        layer = DistributedBatchNorm(3, comm)
-        assert layer(torch.randn(0, 3)).shape == (0, 3)
-        assert torch.equal(layer.running_mean, torch.zeros(3))
-        with pytest.raises(ValueError, match=r"Expected more than 1 value per channel.*1 row on all ranks together"):
-            layer(torch.randn(comm.rank, 3))
-        return True
-
-    assert all(run(body, 2))
+@pytest.mark.ranks(2)
+def test_one_row_in_all_raises_as_torch_and_no_rows_do_not(comm):
+    layer = DistributedBatchNorm(3, comm)
+    assert layer(torch.randn(0, 3)).shape == (0, 3)
+    assert torch.equal(layer.running_mean, torch.zeros(3))
+    with pytest.raises(ValueError, match=r"Expected more than 1 value per channel.*1 row on all ranks together"):
+        layer(torch.randn(comm.rank, 3))
 
 
 @pytest.mark.parametrize(
@@ -237,22 +232,18 @@ def test_one_row_in_all_raises_as_torch_and_no_rows_do_not():
         (torch.ones(4, 3).long(), ValueError, "expected float32 input, found int64"),
     ],
 )
-def test_wrong_inputs_are_refused(rows, error, text):
-    def body(comm):
-        with pytest.raises(error, match=text):
-            DistributedBatchNorm(3, comm)(rows)
-
-    run(body, 1)
+@pytest.mark.ranks(1)
+def test_wrong_inputs_are_refused(comm, rows, error, text):
+    with pytest.raises(error, match=text):
+        DistributedBatchNorm(3, comm)(rows)
 
 
-def test_double_backward_is_refused():
-    def body(comm):
-        rows = torch.randn(4, 3, requires_grad=True)
-        output = DistributedBatchNorm(3, comm)(rows)
-        with pytest.raises(RefusedError, match=r"double backward.*'DistributedBatchNorm'.*create_graph=True"):
-            torch.autograd.grad(output.sum(), rows, create_graph=True)
-
-    run(body, 2)
+@pytest.mark.ranks(2)
+def test_double_backward_is_refused(comm):
+    rows = torch.randn(4, 3, requires_grad=True)
+    output = DistributedBatchNorm(3, comm)(rows)
+    with pytest.raises(RefusedError, match=r"double backward.*'DistributedBatchNorm'.*create_graph=True"):
+        torch.autograd.grad(output.sum(), rows, create_graph=True)
 
 
 class Net(nn.Module):

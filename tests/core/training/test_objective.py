@@ -1,7 +1,5 @@
 """Losses and metrics against torch.nn.functional on the concatenated rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

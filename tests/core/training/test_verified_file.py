@@ -1,7 +1,5 @@
 """Files of which every byte is verified: what is written comes back or is refused, and nothing else is touched."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """A wrapped model called from outside: which calls are followed, one forward pass, tied to its process."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 
