@@ -60,22 +60,19 @@ def test_rows_and_gradients_are_those_of_the_whole_graph(ranks, how):
             torch.testing.assert_close(grad, x.grad[ids], rtol=0, atol=1e-13)
 
 
-def test_types_dtypes_and_shapes():
+@pytest.mark.ranks(3)
+def test_types_dtypes_and_shapes(comm):
     whole = awkward_hetero_graph()
-
-    def work(comm):
-        graph = shard_hetero_in_memory(whole, hetero_assignments(whole, 3)["types apart"], comm)
-        for kind, count in whole.num_nodes.items():
-            ids, own = asked(comm.rank, count).to(torch.int32), graph.node_ids_dict[kind]
-            for rows in (torch.arange(count), torch.rand(count, 2, 3).bfloat16(), torch.arange(count) % 2 == 0):
-                rows = comm.all_gather(rows)[0]
-                assert torch.equal(sp.rows(graph, rows[own], ids, kind), rows[ids.long()])
-            pair = sp.node_ids(graph, ids, kind), sp.node_ids(graph, ids, kind)
-            assert torch.equal(graph[kind].x[pair[1]], whole.node[kind]["x"][ids.long()])
-        with pytest.raises(ValueError, match="node_type=None; expected one of"):
-            sp.rows(graph, graph["paper"].x, asked(comm.rank, 2))
-
-    run(work, 3)
+    graph = shard_hetero_in_memory(whole, hetero_assignments(whole, 3)["types apart"], comm)
+    for kind, count in whole.num_nodes.items():
+        ids, own = asked(comm.rank, count).to(torch.int32), graph.node_ids_dict[kind]
+        for rows in (torch.arange(count), torch.rand(count, 2, 3).bfloat16(), torch.arange(count) % 2 == 0):
+            rows = comm.all_gather(rows)[0]
+            assert torch.equal(sp.rows(graph, rows[own], ids, kind), rows[ids.long()])
+        pair = sp.node_ids(graph, ids, kind), sp.node_ids(graph, ids, kind)
+        assert torch.equal(graph[kind].x[pair[1]], whole.node[kind]["x"][ids.long()])
+    with pytest.raises(ValueError, match="node_type=None; expected one of"):
+        sp.rows(graph, graph["paper"].x, asked(comm.rank, 2))
 
 
 def test_float32_rows_travel_in_the_dtype_of_the_options():
@@ -192,11 +189,8 @@ def test_what_models_do_with_fetched_rows_passes(name):
 
 
 @pytest.mark.parametrize("name", MIXES)
-def test_what_mixes_fetched_rows_is_refused(name):
+@pytest.mark.ranks(3)
+def test_what_mixes_fetched_rows_is_refused(comm, name):
     what, words = MIXES[name]
-
-    def work(comm):
-        with pytest.raises(RefusedError, match=rf"test_any_rows.py:\d+: .*{words}"):
-            called(what, comm)
-
-    run(work, 3)
+    with pytest.raises(RefusedError, match=rf"test_any_rows.py:\d+: .*{words}"):
+        called(what, comm)

@@ -62,14 +62,12 @@ def test_extra_comes_back_with_its_types(tmp_path):
                 assert found[key] == value
 
 
-def test_the_random_state_is_restored(tmp_path):
-    def body(comm):
-        save_checkpoint(tmp_path / "a", comm, Net())
-        expected = torch.rand(3)
-        load_checkpoint(tmp_path / "a", comm, Net())
-        return torch.equal(torch.rand(3), expected)
-
-    assert run(body, 1) == [True]
+@pytest.mark.ranks(1)
+def test_the_random_state_is_restored(comm, tmp_path):
+    save_checkpoint(tmp_path / "a", comm, Net())
+    expected = torch.rand(3)
+    load_checkpoint(tmp_path / "a", comm, Net())
+    assert torch.equal(torch.rand(3), expected)
 
 
 def test_on_another_number_of_ranks_the_random_state_is_derived_reproducibly(tmp_path):
@@ -178,22 +176,20 @@ def table_step(comm, value):
     return model, optimizer
 
 
-def test_rows_owned_by_ranks_are_kept_per_rank(tmp_path):
-    def body(comm):
-        model, optimizer = table_step(comm, comm.rank)
-        save_checkpoint(tmp_path / "a", comm, model, optimizer, graph=PARTITION)
-        other, other_optimizer = table_step(comm, 7)
-        with pytest.raises(CheckpointError, match="belong to the nodes of one partition: pass graph="):
-            load_checkpoint(tmp_path / "a", comm, other, other_optimizer)
-        load_checkpoint(tmp_path / "a", comm, other, other_optimizer, graph=PARTITION)
-        assert torch.equal(other.table, model.table)
-        alone = Table(comm.rank + 1, 9)
-        assert load_checkpoint(tmp_path / "a", comm, alone, graph=PARTITION)["random"] == "restored"
-        assert torch.equal(alone.table, model.table)
-        left, right = optimizer.state[model.table], other_optimizer.state[other.table]
-        return all(torch.equal(left[key], right[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
-
-    assert all(run(body, 3))
+@pytest.mark.ranks(3)
+def test_rows_owned_by_ranks_are_kept_per_rank(comm, tmp_path):
+    model, optimizer = table_step(comm, comm.rank)
+    save_checkpoint(tmp_path / "a", comm, model, optimizer, graph=PARTITION)
+    other, other_optimizer = table_step(comm, 7)
+    with pytest.raises(CheckpointError, match="belong to the nodes of one partition: pass graph="):
+        load_checkpoint(tmp_path / "a", comm, other, other_optimizer)
+    load_checkpoint(tmp_path / "a", comm, other, other_optimizer, graph=PARTITION)
+    assert torch.equal(other.table, model.table)
+    alone = Table(comm.rank + 1, 9)
+    assert load_checkpoint(tmp_path / "a", comm, alone, graph=PARTITION)["random"] == "restored"
+    assert torch.equal(alone.table, model.table)
+    left, right = optimizer.state[model.table], other_optimizer.state[other.table]
+    assert all(torch.equal(left[key], right[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -311,7 +307,8 @@ def test_state_that_is_no_tensor(comm, tmp_path):
         load_checkpoint(tmp_path / "b", comm, model)
 
 
-def test_modules_are_told_the_version_of_what_they_load(tmp_path):
+@pytest.mark.ranks(2)
+def test_modules_are_told_the_version_of_what_they_load(comm, tmp_path):
     class Versioned(Net):
         _version = 7
 
@@ -319,10 +316,7 @@ def test_modules_are_told_the_version_of_what_they_load(tmp_path):
             self.found = local_metadata["version"]
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
 
-    def body(comm):
-        model = Versioned()
-        save_checkpoint(tmp_path / "a", comm, model)
-        load_checkpoint(tmp_path / "a", comm, model)
-        return model.found
-
-    assert run(body, 2) == [7, 7]
+    model = Versioned()
+    save_checkpoint(tmp_path / "a", comm, model)
+    load_checkpoint(tmp_path / "a", comm, model)
+    assert model.found == 7

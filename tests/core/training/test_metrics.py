@@ -116,16 +116,13 @@ WRONG = {
 
 
 @pytest.mark.parametrize("words", WRONG)
-def test_what_one_rank_does_wrong_is_raised_on_all(words):
+@pytest.mark.ranks(2)
+def test_what_one_rank_does_wrong_is_raised_on_all(comm, words):
     metric, arguments, kwargs = WRONG[words]
     right = {sp.f1: (LOGITS, CLASSES, None)}.get(metric, (LOGITS, LABELS, None))
-
-    def work(comm):
-        given = arguments(LOGITS[:1]) if comm.rank == 1 else right
-        with pytest.raises(ValueError, match=rf"{words}.*\(found on rank 1\)"):
-            metric(*given, comm, **(kwargs if comm.rank == 1 else {}))
-
-    run(work, 2)
+    given = arguments(LOGITS[:1]) if comm.rank == 1 else right
+    with pytest.raises(ValueError, match=rf"{words}.*\(found on rank 1\)"):
+        metric(*given, comm, **(kwargs if comm.rank == 1 else {}))
 
 
 @pytest.mark.parametrize("metric", [sp.f1, sp.mae, sp.roc_auc, sp.average_precision])

@@ -258,36 +258,30 @@ class Net(nn.Module):
         return self.blocks(self.first(x))
 
 
-def test_replace_batch_norms_keeps_everything_else():
-    def body(comm):
-        net = Net()
-        net.first.eval()
-        seen = []
-        net.first.register_forward_hook(lambda *_: seen.append(1))
-        weight, names = net.first.weight, list(net.state_dict())
-        assert replace_batch_norms(net, comm) is net
-        assert type(net.first) is type(net.blocks[1]) is DistributedBatchNorm
-        assert net.first is net.blocks[2] and net.first.weight is weight and net.first.comm is comm
-        assert not net.first.training and net.blocks[1].training
-        assert net.image.dims == (4,) and list(net.state_dict()) == names
-        net(torch.randn(4, 3))
-        assert len(seen) == 2
-        root = replace_batch_norms(nn.BatchNorm1d(3), comm)
-        assert type(root) is DistributedBatchNorm
-        return True
-
-    assert run(body, 1) == [True]
+@pytest.mark.ranks(1)
+def test_replace_batch_norms_keeps_everything_else(comm):
+    net = Net()
+    net.first.eval()
+    seen = []
+    net.first.register_forward_hook(lambda *_: seen.append(1))
+    weight, names = net.first.weight, list(net.state_dict())
+    assert replace_batch_norms(net, comm) is net
+    assert type(net.first) is type(net.blocks[1]) is DistributedBatchNorm
+    assert net.first is net.blocks[2] and net.first.weight is weight and net.first.comm is comm
+    assert not net.first.training and net.blocks[1].training
+    assert net.image.dims == (4,) and list(net.state_dict()) == names
+    net(torch.randn(4, 3))
+    assert len(seen) == 2
+    root = replace_batch_norms(nn.BatchNorm1d(3), comm)
+    assert type(root) is DistributedBatchNorm
 
 
-def test_copies_keep_the_communicator_and_pickles_drop_it():
-    def body(comm):
-        layer = DistributedBatchNorm(3, comm)
-        copied = copy.deepcopy(nn.Sequential(layer))[0]
-        assert copied.comm is comm and copied.weight is not layer.weight
-        loaded = pickle.loads(pickle.dumps(layer))
-        loaded.eval()(torch.randn(2, 3))
-        with pytest.raises(ShardpassError, match=r"no communicator.*wrap the model again"):
-            loaded.train()(torch.randn(2, 3))
-        return True
-
-    assert run(body, 1) == [True]
+@pytest.mark.ranks(1)
+def test_copies_keep_the_communicator_and_pickles_drop_it(comm):
+    layer = DistributedBatchNorm(3, comm)
+    copied = copy.deepcopy(nn.Sequential(layer))[0]
+    assert copied.comm is comm and copied.weight is not layer.weight
+    loaded = pickle.loads(pickle.dumps(layer))
+    loaded.eval()(torch.randn(2, 3))
+    with pytest.raises(ShardpassError, match=r"no communicator.*wrap the model again"):
+        loaded.train()(torch.randn(2, 3))

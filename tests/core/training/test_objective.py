@@ -193,12 +193,10 @@ def test_half_precision_is_computed_in_float32():
     assert run(body, 2) == [pytest.approx(expected, rel=1e-6)] * 2
 
 
-def test_bools_and_integers_are_averaged():
-    def body(comm):
-        flags = torch.tensor([True, False, True]) if comm.rank else torch.tensor([False])
-        return objective.mean(flags, None, comm).item(), objective.sum(flags.long(), None, comm).item()
-
-    assert run(body, 2) == [(0.5, 2.0)] * 2
+@pytest.mark.ranks(2)
+def test_bools_and_integers_are_averaged(comm):
+    flags = torch.tensor([True, False, True]) if comm.rank else torch.tensor([False])
+    assert (objective.mean(flags, None, comm).item(), objective.sum(flags.long(), None, comm).item()) == (0.5, 2.0)
 
 
 def test_a_replicated_term_is_counted_once():
@@ -262,24 +260,19 @@ TRUE = torch.ones(3, dtype=torch.bool)
     ],
 )
 @pytest.mark.parametrize("function", [objective.cross_entropy, metrics.accuracy])
-def test_a_mistake_on_one_rank_is_told_on_every_rank(function, logits, y, mask, text):
-    def body(comm):
-        with pytest.raises(ValueError, match=text + r".*\(found on rank 1\)"):
-            if comm.rank == 1:
-                function(logits, y, mask, comm)
-            else:
-                function(LOGITS, BAD, TRUE, comm)
-        return True
-
-    assert run(body, 2) == [True, True]
+@pytest.mark.ranks(2)
+def test_a_mistake_on_one_rank_is_told_on_every_rank(comm, function, logits, y, mask, text):
+    with pytest.raises(ValueError, match=text + r".*\(found on rank 1\)"):
+        if comm.rank == 1:
+            function(logits, y, mask, comm)
+        else:
+            function(LOGITS, BAD, TRUE, comm)
 
 
-def test_unlabelled_nodes_outside_the_mask_are_fine():
-    def body(comm):
-        y = torch.tensor([0, -1, 2])
-        return objective.cross_entropy(LOGITS, y, y >= 0, comm).item()
-
-    assert run(body, 1) == [pytest.approx(torch.tensor(4.0).log().item())]
+@pytest.mark.ranks(1)
+def test_unlabelled_nodes_outside_the_mask_are_fine(comm):
+    y = torch.tensor([0, -1, 2])
+    assert objective.cross_entropy(LOGITS, y, y >= 0, comm).item() == pytest.approx(torch.tensor(4.0).log().item())
 
 
 @pytest.mark.parametrize(
@@ -344,10 +337,7 @@ def test_unlabelled_nodes_outside_the_mask_are_fine():
         ),
     ],
 )
-def test_mistakes_are_told_in_words(call, error, text):
-    def body(comm):
-        with pytest.raises(error, match=text):
-            call(comm)
-        return True
-
-    assert run(body, 2) == [True, True]
+@pytest.mark.ranks(2)
+def test_mistakes_are_told_in_words(comm, call, error, text):
+    with pytest.raises(error, match=text):
+        call(comm)
