@@ -165,6 +165,17 @@ def train(
     return outcome
 
 
+def fault(change: Callable[[Turn], Any]) -> Callable[[Turn], None]:
+    """A step in which ``change(turn)`` comes first, on the culprit in the second epoch only."""
+
+    def step(turn: Turn) -> None:
+        if turn.culprit:
+            change(turn)
+        turn.step()
+
+    return step
+
+
 def sharded_gradients(
     store: Path, model: nn.Module, objective: Callable[[nn.Module, Turn], None], ranks: int = RANKS, mode: str = "sar"
 ) -> dict[str, Tensor]:
