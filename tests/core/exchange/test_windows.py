@@ -118,40 +118,38 @@ def payload(comm, plan):
     return comm.bytes_sent - before
 
 
-def test_tokens_instead_of_rows():
-    def work(inner):
-        comm = Ranks(RecordingCommunicator(sharing(inner)))
-        assert payload(comm, plan_of(comm, share_memory=False)) == sum(400 * len(rows) for rows in IDS_OF[comm.rank])
-        plan = plan_of(comm)
-        del comm.inner.messages[:]
-        payload(comm, plan)
-        assert [m.kind for m in comm.inner.messages] == ["share", "barrier"], "no rows, and no notices"
-        assert comm.inner.messages[1].label.endswith(" in shared memory (float32 [100]): test"), "what an error says"
-        del comm.inner.messages[:]
-        payload(comm, plan)
-        read = "test: shared memory has been read"
-        assert [m.label for m in comm.inner.messages if m.label == read] == [read], "nothing is written while they read"
-        comm.barrier("any")
-        del comm.inner.messages[:]
-        payload(comm, plan)
-        assert [m.kind for m in comm.inner.messages] == ["barrier"], "they have read before the last collective"
-        del comm.inner.messages[:]
-        peers = sum(len(rows) > 0 for rows in plan.send_rows)
-        owners = sum(block.num_rows > 0 for block in plan.blocks[1:])
-        back = GradientReturn(plan, [torch.zeros(SOURCES.num_own(comm.rank), 100)], WalkId(2, 0, "back"))
-        for position in range(1, len(plan.blocks)):
-            back.buffers(position)
-            back.send(position)
-        back.finish()
-        awaited = [m.peer for m in comm.inner.messages if m.kind == "recv" and m.label.endswith("has read")]
-        assert sorted(awaited) == sorted(block.owner for block in plan.blocks[1:] if block.num_rows)
-        sent = [m for m in comm.inner.messages if m.kind == "send"]
-        assert all(m.num_bytes == 4 for m in sent)
-        returned = [m.label for m in sent]
-        assert len(returned) == peers + owners, "none where nothing returns"
-        assert sum(label == f"back, rank {comm.rank} has read" for label in returned) == peers
-
-    run(work, 4)
+@pytest.mark.ranks(4)
+def test_tokens_instead_of_rows(comm):
+    comm = Ranks(RecordingCommunicator(sharing(comm)))
+    assert payload(comm, plan_of(comm, share_memory=False)) == sum(400 * len(rows) for rows in IDS_OF[comm.rank])
+    plan = plan_of(comm)
+    del comm.inner.messages[:]
+    payload(comm, plan)
+    assert [m.kind for m in comm.inner.messages] == ["share", "barrier"], "no rows, and no notices"
+    assert comm.inner.messages[1].label.endswith(" in shared memory (float32 [100]): test"), "what an error says"
+    del comm.inner.messages[:]
+    payload(comm, plan)
+    read = "test: shared memory has been read"
+    assert [m.label for m in comm.inner.messages if m.label == read] == [read], "nothing is written while they read"
+    comm.barrier("any")
+    del comm.inner.messages[:]
+    payload(comm, plan)
+    assert [m.kind for m in comm.inner.messages] == ["barrier"], "they have read before the last collective"
+    del comm.inner.messages[:]
+    peers = sum(len(rows) > 0 for rows in plan.send_rows)
+    owners = sum(block.num_rows > 0 for block in plan.blocks[1:])
+    back = GradientReturn(plan, [torch.zeros(SOURCES.num_own(comm.rank), 100)], WalkId(2, 0, "back"))
+    for position in range(1, len(plan.blocks)):
+        back.buffers(position)
+        back.send(position)
+    back.finish()
+    awaited = [m.peer for m in comm.inner.messages if m.kind == "recv" and m.label.endswith("has read")]
+    assert sorted(awaited) == sorted(block.owner for block in plan.blocks[1:] if block.num_rows)
+    sent = [m for m in comm.inner.messages if m.kind == "send"]
+    assert all(m.num_bytes == 4 for m in sent)
+    returned = [m.label for m in sent]
+    assert len(returned) == peers + owners, "none where nothing returns"
+    assert sum(label == f"back, rank {comm.rank} has read" for label in returned) == peers
 
 
 @pytest.mark.parametrize("hosts", [*HOSTS.values(), (0, 1, 2, 3)], ids=[*HOSTS, "four hosts"])
@@ -210,30 +208,25 @@ IDS_OF = [[[i for i in set(IDS[p]) if SOURCES.offsets[q] <= i < SOURCES.offsets[
 
 
 @pytest.mark.parametrize("options", [{"share_memory": False}, {}], ids=str)
-def test_communicators_that_share_nothing(options):
+@pytest.mark.ranks(4)
+def test_communicators_that_share_nothing(comm, options):
     """Threads, and everybody on request: messages, and not one collective more."""
-
-    def work(inner):
-        inner = inner if not options else sharing(inner)
-        comm = Ranks(RecordingCommunicator(inner))
-        assert plan_of(comm, **options).shared is None
-        assert [m.label for m in comm.inner.messages] == ["halo plan: needed rows", "halo plan"]
-
-    run(work, 4)
+    comm = comm if not options else sharing(comm)
+    comm = Ranks(RecordingCommunicator(comm))
+    assert plan_of(comm, **options).shared is None
+    assert [m.label for m in comm.inner.messages] == ["halo plan: needed rows", "halo plan"]
 
 
-def test_no_memory_on_one_rank_means_messages_on_all():
-    def work(inner):
-        comm = Ranks(RecordingCommunicator(sharing(inner)))
-        plan = plan_of(comm)
-        inner.share = lambda num_bytes, label: inner.barrier(label)
-        assert payload(comm, plan) == sum(400 * len(rows) for rows in IDS_OF[comm.rank])
-        assert comm.caches.of(WindowPool).refused and comm.caches.of(WindowPool).windows == []
-        del comm.inner.messages[:]
-        payload(comm, plan)
-        assert all(m.kind != "share" for m in comm.inner.messages), "asked once"
-
-    run(work, 4)
+@pytest.mark.ranks(4)
+def test_no_memory_on_one_rank_means_messages_on_all(comm):
+    comm = Ranks(RecordingCommunicator(sharing(comm)))
+    plan = plan_of(comm)
+    comm.share = lambda num_bytes, label: comm.barrier(label)
+    assert payload(comm, plan) == sum(400 * len(rows) for rows in IDS_OF[comm.rank])
+    assert comm.caches.of(WindowPool).refused and comm.caches.of(WindowPool).windows == []
+    del comm.inner.messages[:]
+    payload(comm, plan)
+    assert all(m.kind != "share" for m in comm.inner.messages), "asked once"
 
 
 @pytest.mark.ranks(4)

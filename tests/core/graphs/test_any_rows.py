@@ -75,14 +75,12 @@ def test_types_dtypes_and_shapes(comm):
         sp.rows(graph, graph["paper"].x, asked(comm.rank, 2))
 
 
-def test_float32_rows_travel_in_the_dtype_of_the_options():
-    def work(comm):
-        graph = shard_in_memory(GRAPH, torch.arange(N) % 2, comm, Options(wire_dtype=torch.bfloat16))
-        return sp.rows(graph, graph.x.float(), torch.arange(N))
-
-    for found in run(work, 2):
-        expected = GRAPH.node["x"].float()
-        assert not torch.equal(found, expected) and torch.allclose(found, expected, rtol=1e-2)
+@pytest.mark.ranks(2)
+def test_float32_rows_travel_in_the_dtype_of_the_options(comm):
+    graph = shard_in_memory(GRAPH, torch.arange(N) % 2, comm, Options(wire_dtype=torch.bfloat16))
+    found = sp.rows(graph, graph.x.float(), torch.arange(N))
+    expected = GRAPH.node["x"].float()
+    assert not torch.equal(found, expected) and torch.allclose(found, expected, rtol=1e-2)
 
 
 WRONG = {

@@ -40,26 +40,23 @@ def test_training_goes_on_as_if_never_stopped(tmp_path, name, ranks):
         assert losses == pytest.approx(expected, rel=1e-12)
 
 
-def test_extra_comes_back_with_its_types(tmp_path):
+@pytest.mark.ranks(2)
+def test_extra_comes_back_with_its_types(comm, tmp_path):
     extra = {
         "best": 0.5, "nan": float("inf"), "text": "ä", 3: (1, [True, None, (2.5,)]), "t": torch.arange(3)[::2],
         "half": torch.ones(2, 2).bfloat16().T, "empty": torch.zeros(0, 3), "z": torch.tensor(1), "nested": {"a": {}},
         "a": {"b": torch.tensor([1.0]), "b+": torch.tensor([2.0])}, "a/b": torch.tensor([3.0]),
     }  # fmt: skip
-
-    def body(comm):
-        model = Net()
-        save_checkpoint(tmp_path / "a", comm, model, extra=extra)
-        return load_checkpoint(tmp_path / "a", comm, model)["extra"]
-
-    for found in run(body, 2):
-        assert found.keys() == extra.keys() and {key: float(t) for key, t in found["a"].items()} == {"b": 1, "b+": 2}
-        assert found[3] == extra[3] and type(found[3]) is tuple
-        for key, value in extra.items():
-            if isinstance(value, torch.Tensor):
-                assert torch.equal(found[key], value) and found[key].dtype == value.dtype
-            elif key != "a":
-                assert found[key] == value
+    model = Net()
+    save_checkpoint(tmp_path / "a", comm, model, extra=extra)
+    found = load_checkpoint(tmp_path / "a", comm, model)["extra"]
+    assert found.keys() == extra.keys() and {key: float(t) for key, t in found["a"].items()} == {"b": 1, "b+": 2}
+    assert found[3] == extra[3] and type(found[3]) is tuple
+    for key, value in extra.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(found[key], value) and found[key].dtype == value.dtype
+        elif key != "a":
+            assert found[key] == value
 
 
 @pytest.mark.ranks(1)
