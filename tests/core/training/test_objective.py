@@ -27,8 +27,19 @@ def own(comm, *tensors):
     return [tensor.split(SPLITS[comm.size])[comm.rank] for tensor in tensors]
 
 
-def check(body, ranks, expected, leaf):
-    """Values equal the expected one, with the same bits; the gradients of the shares are those of the whole."""
+def check(loss, ranks, expected, leaf, *tensors):
+    """``loss(comm, own rows, own share of each tensor)`` equals the expected one, with the same bits on all ranks.
+
+    The gradients of the shares are those of the whole, `leaf`.
+    """
+
+    def body(comm):
+        rows, *others = own(comm, leaf.detach(), *tensors)
+        rows = rows.clone().requires_grad_()
+        value = loss(comm, rows, *others)
+        value.backward()
+        return value.detach(), rows.grad
+
     expected.backward()
     results = run(body, ranks)
     for value, _ in results:
@@ -51,18 +62,11 @@ def test_cross_entropy_is_that_of_all_rows(ranks, use_mask, weighted, smoothing,
     expected = F.cross_entropy(leaf[chosen], y[chosen], weight, label_smoothing=smoothing)
     y = y if kind == "probabilities" else y.to(kind)
 
-    def body(comm):
-        rows, targets, marked = own(comm, logits, y, mask)
-        rows = rows.clone().requires_grad_()
-        if use_mask == "none":
-            marked = None
-        elif use_mask != "bool":
-            marked = marked.nonzero().squeeze(1).to(torch.int32 if "32" in use_mask else torch.int64)
-        loss = objective.cross_entropy(rows, targets, marked, comm, weight, smoothing)
-        loss.backward()
-        return loss.detach(), rows.grad
+    def loss(comm, rows, targets, marked):
+        marked = {"none": None, "bool": marked, "int32 rows": marked.nonzero().squeeze(1).to(torch.int32)}[use_mask]
+        return objective.cross_entropy(rows, targets, marked, comm, weight, smoothing)
 
-    check(body, ranks, expected, leaf)
+    check(loss, ranks, expected, leaf, y, mask)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -79,15 +83,11 @@ def test_ignored_classes_are_those_of_torch(ranks, weighted, ignore, kind):
     kept = mask & (y != ignore)
     right = (logits[kept].argmax(1) == y[kept]).double().mean().item()
 
-    def body(comm):
-        rows, targets, marked = own(comm, logits, y.to(kind), mask)
-        rows = rows.clone().requires_grad_()
-        loss = objective.cross_entropy(rows, targets, marked, comm, weight, 0.1, **arguments)
-        loss.backward()
+    def loss(comm, rows, targets, marked):
         assert metrics.accuracy(rows, targets, marked, comm, **arguments) == pytest.approx(right, abs=1e-15)
-        return loss.detach(), rows.grad
+        return objective.cross_entropy(rows, targets, marked, comm, weight, 0.1, **arguments)
 
-    check(body, ranks, expected, leaf)
+    check(loss, ranks, expected, leaf, y.to(kind), mask)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -103,20 +103,13 @@ def test_labels_of_some_entries_as_ogb_has_them(ranks, name, masked):
     leaf = logits.clone().requires_grad_()
     expected = F.binary_cross_entropy_with_logits(leaf[entries], y[entries], reduction=name)
 
-    def body(comm):
-        rows, targets, marked = own(comm, logits, y, entries)
-        rows = rows.clone().requires_grad_()
+    def loss(comm, rows, targets, marked):
         if masked == "before the loss":
-            labelled = ~targets.isnan()
-            losses = F.binary_cross_entropy_with_logits(rows[labelled], targets[labelled], reduction="none")
-            loss = getattr(objective, name)(losses, None, comm)
-        else:
-            losses = F.binary_cross_entropy_with_logits(rows, targets, reduction="none")
-            loss = getattr(objective, name)(losses, marked, comm)
-        loss.backward()
-        return loss.detach(), rows.grad
+            rows, targets, marked = rows[~targets.isnan()], targets[~targets.isnan()], None
+        losses = F.binary_cross_entropy_with_logits(rows, targets, reduction="none")
+        return getattr(objective, name)(losses, marked, comm)
 
-    check(body, ranks, expected, leaf)
+    check(loss, ranks, expected, leaf, y, entries)
 
 
 @settings(max_examples=20, deadline=None)
@@ -153,44 +146,31 @@ def test_mean_and_sum_of_any_values(ranks, name, masked):
     chosen = (leaf[mask] if masked else leaf) ** 3
     expected = chosen.mean() if name == "mean" else chosen.sum()
 
-    def body(comm):
-        rows, marked = own(comm, values, mask)
-        rows = rows.clone().requires_grad_()
-        loss = getattr(objective, name)(rows**3, marked if masked else None, comm)
-        loss.backward()
-        return loss.detach(), rows.grad
+    def loss(comm, rows, marked):
+        return getattr(objective, name)(rows**3, marked if masked else None, comm)
 
-    check(body, ranks, expected, leaf)
+    check(loss, ranks, expected, leaf, mask)
 
 
-def test_an_empty_mask_on_one_rank_gives_zero_gradients():
-    logits, y, _ = graph()
-
-    def body(comm):
-        rows, targets = own(comm, logits, y)
-        rows = rows.clone().requires_grad_()
-        mask = torch.full((len(rows),), comm.rank == 1)
-        objective.cross_entropy(rows, targets, mask, comm).backward()
-        return rows.grad
-
-    first, second = run(body, 2)
-    assert first is not None and not first.any() and second.all()
+@pytest.mark.ranks(2)
+def test_an_empty_mask_on_one_rank_gives_zero_gradients(comm):
+    rows, targets, _ = own(comm, *graph())
+    rows = rows.clone().requires_grad_()
+    mask = torch.full((len(rows),), comm.rank == 1)
+    objective.cross_entropy(rows, targets, mask, comm).backward()
+    assert rows.grad is not None and (rows.grad.all() if comm.rank == 1 else not rows.grad.any())
 
 
-def test_half_precision_is_computed_in_float32():
+@pytest.mark.ranks(2)
+def test_half_precision_is_computed_in_float32(comm):
     logits, y, mask = graph()
     logits = logits.bfloat16()
-
-    def body(comm):
-        rows, targets, marked = own(comm, logits, y, mask)
-        rows = rows.clone().requires_grad_()
-        loss = objective.cross_entropy(rows, targets, marked, comm, weight=torch.ones(4))
-        loss.backward()
-        assert loss.dtype == torch.float32 and rows.grad.dtype == torch.bfloat16
-        return loss.item()
-
-    expected = F.cross_entropy(logits.float()[mask], y[mask]).item()
-    assert run(body, 2) == [pytest.approx(expected, rel=1e-6)] * 2
+    rows, targets, marked = own(comm, logits, y, mask)
+    rows = rows.clone().requires_grad_()
+    loss = objective.cross_entropy(rows, targets, marked, comm, weight=torch.ones(4))
+    loss.backward()
+    assert loss.dtype == torch.float32 and rows.grad.dtype == torch.bfloat16
+    assert loss.item() == pytest.approx(F.cross_entropy(logits.float()[mask], y[mask]).item(), rel=1e-6)
 
 
 @pytest.mark.ranks(2)
@@ -219,18 +199,14 @@ def test_total_sums_numbers():
     assert results == [(6, 1.5)] * 3 and isinstance(results[0][0], int)
 
 
-def test_backward_does_not_communicate():
-    logits, y, _ = graph()
-
-    def body(comm):
-        rows, targets = own(comm, logits, y)
-        rows = rows.clone().requires_grad_()
-        loss = objective.cross_entropy(rows, targets, None, comm)
-        if comm.rank == 0:  # the other rank never calls backward
-            loss.backward()
-        return rows.grad is not None
-
-    assert run(body, 2) == [True, False]
+@pytest.mark.ranks(2)
+def test_backward_does_not_communicate(comm):
+    rows, targets, _ = own(comm, *graph())
+    rows = rows.clone().requires_grad_()
+    loss = objective.cross_entropy(rows, targets, None, comm)
+    if comm.rank == 0:  # the other rank never calls backward
+        loss.backward()
+    assert (rows.grad is not None) == (comm.rank == 0)
 
 
 BAD = torch.zeros(3, dtype=torch.int64)
