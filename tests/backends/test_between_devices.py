@@ -8,7 +8,7 @@ import torch
 from shardpass.backends.identity import HEADER_BYTES
 from shardpass.backends.torch_distributed import TorchCommunicator
 from shardpass.errors import DivergenceError
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 from . import contract
 

@@ -6,12 +6,11 @@ import time
 import pytest
 import torch
 
-from shardpass.backends.recording import RecordingCommunicator
-from shardpass.backends.spawn import spawn
+from shardpass.backends import RecordingCommunicator, spawn
 from shardpass.backends.threads import ThreadWorld
-from shardpass.core.ranks.random import seed
+from shardpass.core.ranks import seed
 from shardpass.errors import CommunicationError, DivergenceError, PeerFailure
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 from . import contract
 

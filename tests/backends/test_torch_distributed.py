@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardpass.backends.connect import connect
+from shardpass.backends import connect
 from shardpass.backends.torch_distributed import TorchCommunicator
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 from . import contract
 from .launchers import launch

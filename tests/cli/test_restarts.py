@@ -17,7 +17,7 @@ from cli_helpers import MODULE, epochs, passed, refused
 from shardpass.cli import restarts
 from shardpass.cli.config import TrainConfig
 from shardpass.cli.launch import launcher_environment
-from shardpass.core.training.verified_file import read_verified
+from shardpass.core.training import read_verified
 from shardpass.errors import CommunicationError, DivergenceError, StoreError
 
 COMMON = ("--model", "gcn", "--hidden", 8, "--eval-every", 1000)

@@ -21,7 +21,7 @@ from store_helpers import assert_same, rebuilt
 
 import shardpass as sp
 from shardpass.data import EDGE, NODE, open_store, partition, read
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 dgl = pytest.importorskip("dgl")
 

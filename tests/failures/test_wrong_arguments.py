@@ -11,7 +11,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GCN
 
 import shardpass as sp
-from shardpass.backends.failure import reason_of
+from shardpass.backends import reason_of
 from shardpass.cli.console import sentence
 from shardpass.errors import RefusedError, advice
 

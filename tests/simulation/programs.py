@@ -16,7 +16,7 @@ from shardpass.core.ranks import Options, Ranks
 from shardpass.core.tracing import Findings, Inputs
 from shardpass.core.tracing import Program as Messages
 from shardpass.frontends.pyg import NeighborLoader, wrap
-from shardpass.testing.graphs import WholeGraph, shard_in_memory
+from shardpass.testing import WholeGraph, shard_in_memory
 
 CHANNELS = 3
 KINDS = (*["call"] * 8, "train", "checkpoint", "infer", "sample")

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from shardpass.core.dryrun import EdgeSizes, Field, NodeSizes, RankSizes
 from shardpass.core.dryrun.communicator import DryCommunicator
-from shardpass.core.dryrun.rank import EdgeSizes, Field, NodeSizes, RankSizes, made_up_edges, made_up_rank
+from shardpass.core.dryrun.rank import made_up_edges, made_up_rank
 from shardpass.core.dryrun.tracker import MemoryTracker
 from shardpass.core.ranks import Options, Ranks
 from shardpass.core.sharding import EDGE, NODE

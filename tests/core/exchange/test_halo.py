@@ -7,16 +7,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardpass.backends.recording import RecordingCommunicator
-from shardpass.core.exchange.halo import build_halo_plan, node_set
-from shardpass.core.exchange.transfer import halo_fetch
-from shardpass.core.ranks import Ranks, RowSet
-from shardpass.core.ranks.options import Options
-from shardpass.core.sharding import NODE
-from shardpass.core.sharding.ownership import Ownership
+from shardpass.backends import RecordingCommunicator
+from shardpass.core.exchange import build_halo_plan, halo_fetch, node_set
+from shardpass.core.ranks import Options, Ranks, RowSet
+from shardpass.core.sharding import NODE, Ownership
 from shardpass.errors import InternalError
-from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
-from shardpass.testing.run import run
+from shardpass.testing import assignments, awkward_graph, run, shard_in_memory
 
 
 @st.composite

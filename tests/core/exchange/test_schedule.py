@@ -5,7 +5,8 @@ from collections import Counter
 
 import pytest
 
-from shardpass.core.exchange.schedule import Round, Schedule
+from shardpass.core.exchange import Schedule
+from shardpass.core.exchange.schedule import Round
 
 BLOCK_ROWS = (None, 1, 3)
 

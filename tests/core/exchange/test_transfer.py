@@ -5,12 +5,11 @@ import re
 import pytest
 import torch
 
-from shardpass.core.exchange.halo import build_halo_plan
-from shardpass.core.exchange.transfer import halo_fetch, scatter_to_owners
-from shardpass.core.ranks.options import Options
-from shardpass.core.sharding.ownership import Ownership
+from shardpass.core.exchange import build_halo_plan, halo_fetch, scatter_to_owners
+from shardpass.core.ranks import Options
+from shardpass.core.sharding import Ownership
 from shardpass.errors import DivergenceError, RefusedError
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 SOURCES = Ownership.from_counts([4, 0, 6, 3])
 IDS = [[5, 11, 9, 12, 5], [0, 3, 4, 10, 11, 2], [], [0, 6, 7, 8, 9]]

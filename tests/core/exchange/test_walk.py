@@ -8,17 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardpass.backends.recording import RecordingCommunicator
-from shardpass.core.exchange import walk
-from shardpass.core.exchange.halo import build_halo_plan
-from shardpass.core.exchange.packing import Packing, message_buffer
-from shardpass.core.exchange.tokens import WalkId
-from shardpass.core.exchange.walk import GradientReturn, fetch_blocks
-from shardpass.core.ranks import Ranks
-from shardpass.core.ranks.options import Options
-from shardpass.core.sharding.ownership import Ownership
+from shardpass.backends import RecordingCommunicator
+from shardpass.core.exchange import GradientReturn, Packing, WalkId, build_halo_plan, fetch_blocks, walk
+from shardpass.core.exchange.packing import message_buffer
+from shardpass.core.ranks import Options, Ranks
+from shardpass.core.sharding import Ownership
 from shardpass.errors import CommunicationError, InternalError
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 SOURCES = Ownership.from_counts([5, 0, 7, 3])
 IDS = [[0, 6, 11, 14, 6], [1, 4, 5, 12, 13, 2, 3], [], [0, 7, 8, 9, 10]]  # what each rank needs

@@ -5,17 +5,13 @@ from time import sleep
 import pytest
 import torch
 
-from shardpass.backends.recording import RecordingCommunicator
-from shardpass.core.exchange.halo import build_halo_plan
-from shardpass.core.exchange.tokens import WalkId
-from shardpass.core.exchange.walk import GradientReturn, fetch_blocks
-from shardpass.core.exchange.windows import WindowPool, take_window
-from shardpass.core.ranks import Ranks
-from shardpass.core.ranks.options import Options
-from shardpass.core.sharding import PlacedRows
-from shardpass.core.sharding.ownership import Ownership
+from shardpass.backends import RecordingCommunicator
+from shardpass.core.exchange import GradientReturn, WalkId, WindowPool, build_halo_plan, fetch_blocks
+from shardpass.core.exchange.windows import take_window
+from shardpass.core.ranks import Options, Ranks
+from shardpass.core.sharding import Ownership, PlacedRows
 from shardpass.errors import CommunicationError, DivergenceError
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 SOURCES = Ownership.from_counts([5, 0, 7, 3])
 IDS = [[0, 6, 11, 14, 6], [1, 4, 5, 12, 13, 2, 3], [], [0, 7, 8, 9, 10]]  # what each rank needs

@@ -3,14 +3,12 @@
 import pytest
 import torch
 
-from shardpass.core.exchange.halo import node_set
-from shardpass.core.graphs import gather
-from shardpass.core.graphs.relation import OwnFields
-from shardpass.core.ranks.options import Options
+from shardpass.core.exchange import node_set
+from shardpass.core.graphs import OwnFields, gather
+from shardpass.core.ranks import Options
 from shardpass.core.sharding import NODE
 from shardpass.errors import RefusedError
-from shardpass.testing.graphs import WholeGraph, assignments, awkward_graph, shard_in_memory
-from shardpass.testing.run import run
+from shardpass.testing import WholeGraph, assignments, awkward_graph, run, shard_in_memory
 
 GRAPH = awkward_graph()
 

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from shardpass.core.graphs.readout import all_rows, reduce_rows
-from shardpass.core.ranks.autograd_order import chained
-from shardpass.core.training.statistics import row_moments, shifted, total_rows
+from shardpass.core.graphs import all_rows, reduce_rows
+from shardpass.core.ranks import chained
+from shardpass.core.training import row_moments, shifted, total_rows
 from shardpass.errors import DivergenceError, RefusedError
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 ON_THE_WHOLE = {
     "sum": lambda rows, base: rows.sum(0),

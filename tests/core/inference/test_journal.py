@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from shardpass.backends.recording import RecordingCommunicator
+from shardpass.backends import RecordingCommunicator
 from shardpass.core.inference.journal import Journal
 from shardpass.core.ranks import Ranks
 from shardpass.errors import RefusedError

@@ -6,13 +6,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from shardpass.core.kernels import ClosedScores, Outer, RowRun, ScoreGradients, SoftmaxState, cpu_loops, fused
 from shardpass.core.kernels import attention as steps
-from shardpass.core.kernels import cpu_loops, fused
 from shardpass.core.kernels import scores as score_steps
-from shardpass.core.kernels.runs import ClosedScores, Outer, RowRun, ScoreGradients, SoftmaxState
-from shardpass.core.ranks.random import dropout_factors
-from shardpass.core.sharding.shard import Block, build_shards, cut
-from shardpass.core.sharding.transposes import Transposes
+from shardpass.core.ranks import dropout_factors
+from shardpass.core.sharding import Block, Transposes, build_shards, cut
 from shardpass.core.tracing import AdditiveScore, DotScore, MixedScore
 
 

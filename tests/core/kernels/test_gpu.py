@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from shardpass.core import kernels
-from shardpass.core.kernels import gpu
-from shardpass.core.kernels.optional import optional_module
+from shardpass.core.kernels import gpu, optional_module
 
 FINDERS = [partial(gpu.triton_for, what) for what in ("sums", "extremum", "attention")]
 

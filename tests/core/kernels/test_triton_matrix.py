@@ -12,9 +12,8 @@ import torch
 
 from shardpass.core import kernels
 from shardpass.core.kernels import ClosedScores, Outer, RowRun, ScoreGradients, SoftmaxState, fused
-from shardpass.core.ranks.random import dropout_factors
-from shardpass.core.sharding.shard import Block, Chunk, Shard, build_shards
-from shardpass.core.sharding.transposes import Transposes
+from shardpass.core.ranks import dropout_factors
+from shardpass.core.sharding import Block, Chunk, Shard, Transposes, build_shards
 from shardpass.core.tracing import REDUCERS, AdditiveScore, Base, DotScore, MixedScore
 from shardpass.errors import RefusedError
 

@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardpass.backends.communicator import Communicator
-from shardpass.core.memory.recompute import recomputed_activations
-from shardpass.core.training.norm import DistributedBatchNorm
-from shardpass.testing.live_bytes import LiveBytes
-from shardpass.testing.run import run
+from shardpass.backends import Communicator
+from shardpass.core.memory import recomputed_activations
+from shardpass.core.training import DistributedBatchNorm
+from shardpass.testing import LiveBytes, run
 
 ROWS, WIDTH = 300, 32
 

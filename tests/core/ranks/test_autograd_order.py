@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from shardpass.core.ranks.autograd_order import all_reduce_sum, begin_call, chained, drop_chain, end_chain, start_chain
+from shardpass.core.ranks import all_reduce_sum, begin_call, chained, drop_chain, end_chain, start_chain
 from shardpass.errors import RefusedError
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

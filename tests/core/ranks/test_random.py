@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 
-from shardpass.core.ranks.random import decorrelate, derive_seed, get_random_state, replayed, seed, set_random_state
+from shardpass.core.ranks import decorrelate, derive_seed, get_random_state, replayed, seed, set_random_state
 from shardpass.errors import RefusedError
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 
 class Process:

@@ -9,17 +9,22 @@ import numpy as np
 import pytest
 import torch
 
-from shardpass.core.sampling.drawing import ALL, Numbering, draw, draw_weighted, keys_of, loops_if_installed, uniforms
-from shardpass.core.sampling.fetch import IDS, RowFetcher
-from shardpass.core.sampling.neighbours import Drawer
+from shardpass.core.sampling import IDS, Drawer, keys_of, sample, source_of, uniforms
+from shardpass.core.sampling.drawing import ALL, Numbering, draw, draw_weighted, loops_if_installed
+from shardpass.core.sampling.fetch import RowFetcher
 from shardpass.core.sampling.prefetch import BatchIterator, Work
-from shardpass.core.sampling.sample import sample
 from shardpass.core.sampling.seeds import deal, order_of
-from shardpass.core.sampling.source import placed, source_of
+from shardpass.core.sampling.source import placed
 from shardpass.errors import DivergenceError
-from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
-from shardpass.testing.hetero import awkward_hetero_graph, hetero_assignments, shard_hetero_in_memory
-from shardpass.testing.run import run
+from shardpass.testing import (
+    assignments,
+    awkward_graph,
+    awkward_hetero_graph,
+    hetero_assignments,
+    run,
+    shard_hetero_in_memory,
+    shard_in_memory,
+)
 
 LOOPS = loops_if_installed()
 BOTH = [None] if LOOPS is None else [None, LOOPS]

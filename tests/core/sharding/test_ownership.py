@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardpass.core.sharding.ownership import Ownership
+from shardpass.core.sharding import Ownership
 
 COUNTS = st.lists(st.integers(0, 5), min_size=1, max_size=8)
 

@@ -4,9 +4,8 @@ from types import SimpleNamespace
 
 import torch
 
-from shardpass.core.tracing.probing import probe
-from shardpass.core.tracing.program import Key, Program
-from shardpass.testing.graphs import assignments, awkward_graph
+from shardpass.core.tracing import Key, Program, probe
+from shardpass.testing import assignments, awkward_graph
 
 GRAPH = awkward_graph(channels=4, edge_channels=3)
 OWNERS = assignments(GRAPH.num_nodes, 3, GRAPH.edge_index)["random"]

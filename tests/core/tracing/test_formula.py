@@ -5,7 +5,7 @@ import torch
 from looking import add_up, largest, look, softmax
 from torch.nn import functional as F
 
-from shardpass.core.tracing.formula import Formula, Leaf
+from shardpass.core.tracing import Formula, Leaf
 
 STEPS = {
     "add": torch.add,

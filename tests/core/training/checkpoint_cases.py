@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from shardpass.core.training.gradients import sync_gradients, sync_parameters
+from shardpass.core.training import sync_gradients, sync_parameters
 
 OPTIMIZERS = {
     "adam": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, amsgrad=True),

@@ -7,13 +7,11 @@ import torch
 from checkpoint_cases import OPTIMIZERS, Net, begin, train
 from torch import nn
 
-from shardpass.backends.recording import RecordingCommunicator
+from shardpass.backends import RecordingCommunicator
 from shardpass.core.ranks import Ranks
-from shardpass.core.training.checkpoint import load_checkpoint, save_checkpoint
-from shardpass.core.training.gradients import sync_gradients
-from shardpass.core.training.verified_file import read_verified, write_verified
+from shardpass.core.training import load_checkpoint, read_verified, save_checkpoint, sync_gradients, write_verified
 from shardpass.errors import CheckpointError
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 pytest.importorskip("safetensors", reason="checkpoints are safetensors files")
 

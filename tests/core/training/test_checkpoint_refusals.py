@@ -9,10 +9,9 @@ import torch
 from checkpoint_cases import OPTIMIZERS, Net, begin, train
 from torch import nn
 
-from shardpass.core.training.checkpoint import load_checkpoint, save_checkpoint
-from shardpass.core.training.verified_file import read_verified, write_verified
+from shardpass.core.training import load_checkpoint, read_verified, save_checkpoint, write_verified
 from shardpass.errors import CheckpointError, DivergenceError
-from shardpass.testing.run import run
+from shardpass.testing import run
 from tests.forged import changed, leaves
 
 pytest.importorskip("safetensors", reason="checkpoints are safetensors files")

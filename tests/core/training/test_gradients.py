@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from shardpass.core.training import gradients
-from shardpass.core.training.gradients import refuse_inside_ddp, sync_gradients, sync_parameters
+from shardpass.core.training import gradients, refuse_inside_ddp, sync_gradients, sync_parameters
 from shardpass.errors import RefusedError, ShardpassError
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 SEEDED = threading.Lock()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardpass as sp
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 sklearn_metrics = pytest.importorskip("sklearn.metrics")
 

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shardpass.core.ranks.autograd_order import chained
+from shardpass.core.ranks import chained
+from shardpass.core.training import DistributedBatchNorm, global_moments, replace_batch_norms
 from shardpass.core.training import moments as moments_module
-from shardpass.core.training.moments import _merge, global_moments
-from shardpass.core.training.norm import DistributedBatchNorm, replace_batch_norms
+from shardpass.core.training.moments import _merge
 from shardpass.errors import RefusedError, ShardpassError
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 SPLITS = {1: [11], 2: [4, 7], 3: [0, 5, 6], 4: [3, 0, 1, 7]}
 OPTIONS = [

@@ -9,7 +9,7 @@ from torch import nn
 
 from shardpass.core.training import metrics, objective
 from shardpass.errors import DivergenceError
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 SPLITS = {1: [12], 2: [5, 7], 3: [0, 4, 8], 4: [3, 0, 1, 8]}
 
