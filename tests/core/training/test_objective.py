@@ -251,69 +251,52 @@ def test_unlabelled_nodes_outside_the_mask_are_fine(comm):
     assert objective.cross_entropy(LOGITS, y, y >= 0, comm).item() == pytest.approx(torch.tensor(4.0).log().item())
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "text"),
-    [
-        (lambda c: objective.cross_entropy(LOGITS, BAD, ~TRUE, c), ValueError, "selects no node on any rank"),
-        (lambda c: metrics.accuracy(LOGITS, BAD, ~TRUE, c), ValueError, "accuracy: the mask selects no node on any"),
-        (lambda c: objective.mean(LOGITS, ~TRUE, c), ValueError, "mean: the mask selects no node on any rank"),
-        (
-            lambda c: objective.cross_entropy(LOGITS, BAD - 1, None, c, ignore_index=-1),
-            ValueError,
-            "selects no node on any rank, or none with a label",
-        ),
-        (
-            lambda c: objective.mean(LOGITS.where(LOGITS > 0, torch.nan).requires_grad_(), LOGITS > 0, c),
-            ValueError,
-            r"12 values that the mask leaves out are NaN.* mean\(loss\(out\[mask\], y\[mask\]\), None, comm",
-        ),
-        (
-            lambda c: objective.mean(LOGITS, LOGITS[:, :2] > 0, c),
-            ValueError,
-            r"own row numbers, or bool \[3, 4\], found bool \[3, 2\]",
-        ),
-        (
-            lambda c: objective.cross_entropy(LOGITS, BAD, LOGITS > 0, c),
-            ValueError,
-            r"must be a bool tensor \[3\] or own row numbers, found bool \[3, 4\]",
-        ),
-        (
-            lambda c: objective.cross_entropy(LOGITS, BAD, None, c, ignore_index=-1 - c.rank),
-            DivergenceError,
-            r"without class -1 on rank 0, .* without class -2 on rank 1; .*ignored class",
-        ),
-        (lambda c: objective.mean(torch.tensor(1.0), None, c), ValueError, r"one row per own node.*replicated"),
-        (lambda c: objective.sum(1.0, None, c), ValueError, "one row per own node, found float"),
-        (lambda c: objective.replicated(1.0, c), ValueError, "replicated: expected a floating point tensor, found"),
-        (lambda c: metrics.accuracy(LOGITS, LOGITS, TRUE, c), ValueError, "y must hold class ids, found float32"),
-        (
-            lambda c: objective.cross_entropy(LOGITS, BAD, TRUE, c, weight=torch.ones(3)),
-            ValueError,
-            r"weight must have one entry per class, \[4\], found float32 \[3\]",
-        ),
-        (
-            lambda c: objective.cross_entropy(LOGITS, BAD, TRUE, c, weight=torch.zeros(4)),
-            ValueError,
-            "weights of the masked nodes add up to 0",
-        ),
-        (
-            lambda c: objective.cross_entropy(LOGITS.to([torch.float32, torch.float64][c.rank]), BAD, TRUE, c),
-            DivergenceError,
-            r"float32 \[num_own, 4\] on rank 0, float64 \[num_own, 4\] on rank 1; dtype, trailing",
-        ),
-        (
-            lambda c: objective.cross_entropy(LOGITS[:, : 4 - c.rank], BAD, TRUE, c),
-            DivergenceError,
-            "ranks pass different kinds of rows",
-        ),
-        (
-            lambda c: objective.cross_entropy(LOGITS, BAD, TRUE, c, weight=torch.arange(1.0, 5.0) + c.rank),
-            DivergenceError,
-            r"class weights \[1, 2, 3, 4\] .* on rank 0, .* class weights \[2, 3, 4, 5\] .* weights of classes must be",
-        ),
-    ],
+OTHER_WEIGHTS = (
+    r"class weights \[1, 2, 3, 4\] .* on rank 0, .* class weights \[2, 3, 4, 5\] .* weights of classes must be"
 )
+MISTAKES = {
+    ValueError: {
+        "selects no node on any rank": lambda c: objective.cross_entropy(LOGITS, BAD, ~TRUE, c),
+        "accuracy: the mask selects no node on any": lambda c: metrics.accuracy(LOGITS, BAD, ~TRUE, c),
+        "mean: the mask selects no node on any rank": lambda c: objective.mean(LOGITS, ~TRUE, c),
+        "selects no node on any rank, or none with a label": lambda c: objective.cross_entropy(
+            LOGITS, BAD - 1, None, c, ignore_index=-1
+        ),
+        r"12 values that the mask leaves out are NaN.* mean\(loss\(out\[mask\], y\[mask\]\), None, comm": lambda c: (
+            objective.mean(LOGITS.where(LOGITS > 0, torch.nan).requires_grad_(), LOGITS > 0, c)
+        ),
+        r"own row numbers, or bool \[3, 4\], found bool \[3, 2\]": lambda c: objective.mean(
+            LOGITS, LOGITS[:, :2] > 0, c
+        ),
+        r"must be a bool tensor \[3\] or own row numbers, found bool \[3, 4\]": lambda c: objective.cross_entropy(
+            LOGITS, BAD, LOGITS > 0, c
+        ),
+        r"one row per own node.*replicated": lambda c: objective.mean(torch.tensor(1.0), None, c),
+        "one row per own node, found float": lambda c: objective.sum(1.0, None, c),
+        "replicated: expected a floating point tensor, found": lambda c: objective.replicated(1.0, c),
+        "y must hold class ids, found float32": lambda c: metrics.accuracy(LOGITS, LOGITS, TRUE, c),
+        r"weight must have one entry per class, \[4\], found float32 \[3\]": lambda c: objective.cross_entropy(
+            LOGITS, BAD, TRUE, c, weight=torch.ones(3)
+        ),
+        "weights of the masked nodes add up to 0": lambda c: objective.cross_entropy(
+            LOGITS, BAD, TRUE, c, weight=torch.zeros(4)
+        ),
+    },
+    DivergenceError: {
+        r"without class -1 on rank 0, .* without class -2 on rank 1; .*ignored class": lambda c: (
+            objective.cross_entropy(LOGITS, BAD, None, c, ignore_index=-1 - c.rank)
+        ),
+        r"float32 \[num_own, 4\] on rank 0, float64 \[num_own, 4\] on rank 1; dtype, trailing": lambda c: (
+            objective.cross_entropy(LOGITS.to([torch.float32, torch.float64][c.rank]), BAD, TRUE, c)
+        ),
+        "ranks pass different kinds of rows": lambda c: objective.cross_entropy(LOGITS[:, : 4 - c.rank], BAD, TRUE, c),
+        OTHER_WEIGHTS: lambda c: objective.cross_entropy(LOGITS, BAD, TRUE, c, weight=torch.arange(1.0, 5.0) + c.rank),
+    },
+}
+
+
+@pytest.mark.parametrize(("error", "text"), [(error, text) for error in MISTAKES for text in MISTAKES[error]])
 @pytest.mark.ranks(2)
-def test_mistakes_are_told_in_words(comm, call, error, text):
+def test_mistakes_are_told_in_words(comm, error, text):
     with pytest.raises(error, match=text):
-        call(comm)
+        MISTAKES[error][text](comm)
