@@ -212,7 +212,7 @@ def test_non_reentrant_checkpointing(exact_store, kind, mode):
     assert_same(sharded_gradients(exact_store, model, objective, mode=mode), expected)
 
 
-@pytest.mark.parametrize("seconds", [4, pytest.param(58, marks=pytest.mark.long)])  # a wait may take 60
+@pytest.mark.parametrize("seconds", [2.5, pytest.param(58, marks=pytest.mark.long)])  # a wait may take 60
 def test_a_slow_rank_is_waited_for(store, seconds):
     assert train(store, fault(lambda turn: time.sleep(seconds))).results == train(store).results
 
