@@ -1,5 +1,10 @@
-"""Shared by all tests: one thread per rank, so that runs on few cores stay quick; Triton's kernels without a GPU."""
+"""Shared by all tests: one thread per rank, so that runs on few cores stay quick; Triton's kernels without a GPU.
 
+A test marked ``ranks(2)`` is run by two ranks at once, and has its rank's own communicator as ``comm``. The marker
+without a number takes it from the argument ``ranks`` of the test, which parametrize gives.
+"""
+
+import inspect
 import os
 import threading
 from contextlib import contextmanager
@@ -9,6 +14,7 @@ import pytest
 import torch
 
 from shardpass.core.kernels import gpu
+from shardpass.testing import run
 
 if not torch.cuda.is_available():  # read when triton is imported, which nothing before has done
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -20,6 +26,21 @@ except ImportError:  # a machine with a GPU may have little more than torch
     pass
 else:  # for `make mutants`
     settings.register_profile("no shrinking", phases=[Phase.explicit, Phase.reuse, Phase.generate])
+
+
+@pytest.fixture
+def comm() -> None:
+    """For a test marked ``ranks``: in its place, `pytest_pyfunc_call` gives every rank its own communicator."""
+
+
+def pytest_pyfunc_call(pyfuncitem) -> bool | None:
+    marker = pyfuncitem.get_closest_marker("ranks")
+    if marker is None:
+        return None
+    test, found = pyfuncitem.obj, pyfuncitem.funcargs
+    given = {name: found[name] for name in inspect.signature(test).parameters if name != "comm"}
+    run(lambda comm: test(comm=comm, **given), *marker.args or [found["ranks"]])
+    return True
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,7 +1,5 @@
 """A stand-in for Slurm's srun: starts the ranks on this machine, with the variables of a step."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Stores that were changed on purpose, with checksums that fit again: what a stranger may hand you."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Builds the documentation site, for the tests that look at it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The source of the package as syntax trees, for the tests that hold its rules."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from functools import cache

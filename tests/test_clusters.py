@@ -1,7 +1,5 @@
 """The files of ``examples/cluster``: scripts run, YAML has the fields of the schemas, the page quotes the files."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The commands that the documentation prints run as they are printed, in the order of their page."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

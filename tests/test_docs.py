@@ -1,7 +1,5 @@
 """The documentation is true: blocks marked runnable run, links resolve, the site builds without warnings."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import inspect

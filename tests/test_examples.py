@@ -1,7 +1,5 @@
 """Every example runs as its docstring says, and ends in the number it should."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

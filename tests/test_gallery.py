@@ -1,7 +1,5 @@
 """The gallery's pages are those of its scripts, and the scripts and the notebooks run and hold what they assert."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """Importing shardpass needs no extra and does nothing else; a missing extra is one sentence."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -70,7 +68,7 @@ def test_import_without_extras() -> None:
 
 
 def test_import_has_no_side_effects() -> None:
-    """No thread, no environment variable, no log level, no hook, no random number, no file."""
+    """No thread, no environment variable, no log level, no hook, no random number, no file; nor has reading arrays."""
     found = python("""
 import atexit, json, logging, os, random, signal, sys, threading, warnings
 import numpy, torch, torch.distributed
@@ -96,6 +94,7 @@ def state():
 import importlib, pkgutil
 before, loaded = state(), set(sys.modules)
 import shardpass, shardpass.testing, shardpass.data, shardpass.core.aggregation.sharded_call, shardpass.backends.threads
+shardpass.data.read({"edge_index": torch.zeros(2, 1).long(), "x": torch.zeros(2, 1)})
 after = state()
 changed = {key: [before[key], after[key]] for key in before if before[key] != after[key]}
 print(json.dumps([changed, sorted({m.partition(".")[0] for m in set(sys.modules) - loaded})]))

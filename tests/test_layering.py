@@ -1,7 +1,5 @@
 """Who may import whom: an AST walk over the package. See docs/design.md."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """The files around the package agree with it: versions, the table of supported ones, workflows, the Makefile."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shutil

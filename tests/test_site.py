@@ -1,7 +1,5 @@
 """The site in a real browser: nothing on the console, no sideways scrolling on a phone, contrast, alt texts."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

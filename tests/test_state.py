@@ -1,7 +1,5 @@
 """What a value is and where things are kept: no state in modules, typed fields, communicators of tensors and ranks."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from functools import cache

@@ -1,7 +1,5 @@
 """What every backend must do, as functions of a communicator: ``assert_*(comm)``. Every rank calls all of them."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import errno

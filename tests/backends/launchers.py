@@ -1,7 +1,5 @@
 """Start ``program.py`` with a real launcher, and see that nothing is left of it."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

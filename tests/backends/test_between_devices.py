@@ -8,7 +8,7 @@ import torch
 from shardpass.backends.identity import HEADER_BYTES
 from shardpass.backends.torch_distributed import TorchCommunicator
 from shardpass.errors import DivergenceError
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 from . import contract
 
@@ -75,13 +75,12 @@ def on_two_places(comm):
         device.broadcast(torch.ones(3), 1)
 
 
-def test_an_order_that_differs_is_told():
-    run(in_another_order, 2, "processes")
+def what_differs(comm):
+    for case in (in_another_order, around_a_collective, on_two_places):
+        case(comm)
+        comm.barrier(case.__name__)
 
 
-def test_collectives_have_a_place_in_the_order():
-    run(around_a_collective, 2, "processes")
-
-
-def test_a_place_that_differs_is_told():
-    run(on_two_places, 2, "processes")
+def test_what_differs_is_told():
+    """An order, the place of a collective in it, and a device: in one start of the processes."""
+    run(what_differs, 2, "processes")

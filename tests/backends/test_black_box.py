@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.jobs import mpirun_command
+from shardpass.backends import spawn
 from shardpass.backends.call_log import CallLog
 from shardpass.backends.identity import header_of
-from shardpass.backends.spawn import spawn
 from shardpass.cli.app import app
 
 from . import black_box

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from shardpass import connection
-from shardpass.backends import connect, hosts
-from shardpass.backends.launch import detect, first_host
-from shardpass.backends.local import LocalCommunicator
+from shardpass.backends import LocalCommunicator, connect, detect, hosts
+from shardpass.backends.launch import first_host
 from shardpass.errors import CommunicationError
 
 from .launchers import free_port

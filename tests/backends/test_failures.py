@@ -76,9 +76,11 @@ def test_abort():
 
 
 @pytest.mark.parametrize("launcher", on("bare", later=["mpirun"]))
-def test_a_slow_rank_is_waited_for(launcher):
-    ended = launch(launcher, 2, "slow", SLOW_SECONDS="4")
+def test_a_slow_rank_is_waited_for_and_a_clean_end_is_silent(launcher):
+    ended = launch(launcher, 2, "slow", SLOW_SECONDS="2.5")
     assert ended.code == 0 and ended.text.count("is done") == 2, ended.text
+    if launcher == "bare":
+        assert len([line for line in ended.text.splitlines() if line.strip()]) == 4, ended.text
 
 
 def fail_as_told(comm, what):

@@ -2,9 +2,7 @@
 
 import pytest
 
-from shardpass.backends.communicator import Communicator
-from shardpass.backends.local import LocalCommunicator
-from shardpass.backends.recording import RecordingCommunicator
+from shardpass.backends import Communicator, LocalCommunicator, RecordingCommunicator
 from shardpass.errors import PeerFailure
 
 from . import contract

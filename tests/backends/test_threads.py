@@ -6,12 +6,11 @@ import time
 import pytest
 import torch
 
-from shardpass.backends.recording import RecordingCommunicator
-from shardpass.backends.spawn import spawn
+from shardpass.backends import RecordingCommunicator, spawn
 from shardpass.backends.threads import ThreadWorld
-from shardpass.core.ranks.random import seed
+from shardpass.core.ranks import seed
 from shardpass.errors import CommunicationError, DivergenceError, PeerFailure
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 from . import contract
 
@@ -85,13 +84,11 @@ def test_a_rank_that_returns_early_is_named():
         run(program, 2)
 
 
-def test_a_slow_rank_is_waited_for():
-    def program(comm):
-        if comm.rank == 1:
-            time.sleep(3.5)
-        contract.assert_exchange(comm)
-
-    run(program, 3)
+@pytest.mark.ranks(3)
+def test_a_slow_rank_is_waited_for(comm):
+    if comm.rank == 1:
+        time.sleep(2.5)  # a blocked rank looks why after 1 s, and then twice a second
+    contract.assert_exchange(comm)
 
 
 def test_waits_in_a_circle_are_found():
@@ -103,20 +100,18 @@ def test_waits_in_a_circle_are_found():
         run(program, 3)
 
 
-def test_buffers_may_be_reused_after_the_wait():
-    def program(comm):
-        to, source = contract.ring(comm)
-        send, under_way = torch.zeros(1000), []
-        for i in range(20):
-            send.fill_(i)
-            recv = torch.zeros(1000)
-            comm.exchange(send, to, None, source, i).wait()
-            under_way.append((comm.exchange(None, to, recv, source, i), recv))
-        for i, (handle, recv) in enumerate(under_way):
-            handle.wait()
-            assert (recv == i).all()
-
-    run(program, 3)
+@pytest.mark.ranks(3)
+def test_buffers_may_be_reused_after_the_wait(comm):
+    to, source = contract.ring(comm)
+    send, under_way = torch.zeros(1000), []
+    for i in range(20):
+        send.fill_(i)
+        recv = torch.zeros(1000)
+        comm.exchange(send, to, None, source, i).wait()
+        under_way.append((comm.exchange(None, to, recv, source, i), recv))
+    for i, (handle, recv) in enumerate(under_way):
+        handle.wait()
+        assert (recv == i).all()
 
 
 def test_the_random_lock_is_one_for_all_ranks():

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardpass.backends.connect import connect
+from shardpass.backends import connect
 from shardpass.backends.torch_distributed import TorchCommunicator
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 from . import contract
 from .launchers import launch
@@ -55,10 +55,3 @@ def test_contract_under_torchrun():
     for rank in range(3):
         assert f"rank {rank} of 3 with TorchCommunicator" in ended.text
         assert f"rank {rank} is done" in ended.text
-
-
-def test_a_clean_end_is_silent():
-    ended = launch("bare", 2, "ok")
-    assert ended.code == 0, ended.text
-    lines = [line for line in ended.text.splitlines() if line.strip()]
-    assert len(lines) == 4, ended.text

@@ -13,7 +13,7 @@ from shardpass.backends import turn
 from shardpass.connection import spawn
 from shardpass.core.ranks import seed
 from shardpass.errors import CommunicationError
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 
 def draw():

@@ -1,7 +1,5 @@
 """Shared by the tests of the command line: running it in this process and as a real program."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

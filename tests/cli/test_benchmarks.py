@@ -1,7 +1,5 @@
 """The benchmark programs: graphs, one small measurement with its peer, and what the report makes of figures."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

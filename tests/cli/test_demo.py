@@ -1,7 +1,5 @@
 """`shardpass demo`: memory comes first, a small graph's fixed cost is explained, and it speaks while piped."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """`--edge-weight`: weights of edges reach the model of the command, and what is not used is said."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`shardpass infer`: one file in original order, from a checkpoint or from weights trained elsewhere."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

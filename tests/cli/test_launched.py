@@ -1,7 +1,5 @@
 """`shardpass` as a real program: its own processes, torchrun, mpirun, a kill and a resume, the doctor."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -32,42 +30,35 @@ def in_process(store: Path, log: Path, last: int) -> list[float]:
     return [record["loss"] for record in epochs(log)]
 
 
-def assert_trained(run: subprocess.CompletedProcess[str], log: Path, curve: list[float], backend: str) -> None:
-    assert run.returncode == 0, run.stdout + run.stderr
+def assert_trained(text: str, log: Path, curve: list[float], backend: str) -> None:
     assert [record["loss"] for record in epochs(log)] == pytest.approx(curve, rel=1e-9)
     summary = records(log)[-1]
     assert summary["backend"] == backend and not summary["peak_is_of_all_ranks"]
-    assert "peak memory per rank" in run.stdout and run.stdout.count("loss") >= 6
+    assert "peak memory per rank" in text and text.count("loss") >= 6
 
 
 @pytest.mark.processes
-def test_processes(store: Path, tmp_path: Path, curve: list[float]) -> None:
+def test_processes(store: Path, tmp_path: Path, curve: list[float], capfd: pytest.CaptureFixture[str]) -> None:
     words = ("train", store, *COMMON, "--epochs", 6, "--ranks", 2, "--backend", "processes", "--log", tmp_path / "log")
-    assert_trained(launched("none", 1, *words), tmp_path / "log", curve, "torch")
+    passed(*words)
+    assert_trained(capfd.readouterr().out, tmp_path / "log", curve, "torch")
+
+
+LAUNCHERS = [
+    pytest.param("mpirun", marks=[pytest.mark.mpi, needs_mpirun]),
+    pytest.param("torchrun", marks=[pytest.mark.processes, pytest.mark.long]),
+]
 
 
 @pytest.mark.long
-@pytest.mark.processes
-def test_torchrun(store: Path, tmp_path: Path, curve: list[float]) -> None:
-    words = ("train", store, *COMMON, "--epochs", 6, "--log-file", tmp_path / "log")
-    assert_trained(launched("torchrun", 2, *words), tmp_path / "log", curve, "torch")
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_training_under_a_launcher(launcher: str, store: Path, tmp_path: Path, curve: list[float]) -> None:
+    run = launched(launcher, 2, "train", store, *COMMON, "--epochs", 6, "--log-file", tmp_path / "log")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert_trained(run.stdout, tmp_path / "log", curve, {"mpirun": "mpi", "torchrun": "torch"}[launcher])
 
 
-@pytest.mark.long
-@pytest.mark.mpi
-@needs_mpirun
-def test_mpirun(store: Path, tmp_path: Path, curve: list[float]) -> None:
-    words = ("train", store, *COMMON, "--epochs", 6, "--log", tmp_path / "log")
-    assert_trained(launched("mpirun", 2, *words), tmp_path / "log", curve, "mpi")
-
-
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        pytest.param("mpirun", marks=[pytest.mark.mpi, needs_mpirun]),
-        pytest.param("torchrun", marks=[pytest.mark.processes, pytest.mark.long]),
-    ],
-)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_an_error_of_all_ranks_is_told_once_and_ends_all(launcher: str, tmp_path: Path) -> None:
     run = launched(launcher, 2, "train", tmp_path / "nothere", timeout=480)
     assert run.returncode != 0
@@ -76,13 +67,7 @@ def test_an_error_of_all_ranks_is_told_once_and_ends_all(launcher: str, tmp_path
     assert "Traceback" not in run.stderr or launcher == "torchrun"  # its own
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        pytest.param("mpirun", marks=[pytest.mark.mpi, needs_mpirun]),
-        pytest.param("torchrun", marks=[pytest.mark.processes, pytest.mark.long]),
-    ],
-)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_partitioning_under_a_launcher(launcher: str, tmp_path: Path) -> None:
     edges = np.random.default_rng(0).integers(0, 500, (2, 6000))
     np.save(tmp_path / "edges.npy", edges)

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from shardpass.backends.local import LocalCommunicator
+from shardpass.backends import LocalCommunicator
 from shardpass.cli.memory import windows_of_others
 from shardpass.core.exchange.windows import take_window
 from shardpass.core.ranks import Ranks

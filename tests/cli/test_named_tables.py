@@ -1,7 +1,5 @@
 """Tables with ids of the user's own through the command line: partition, train, infer, and back to these ids."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

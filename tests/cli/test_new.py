@@ -1,7 +1,5 @@
 """`shardpass new`: the script that it writes runs as it is, stops early, goes on where it stood, and is exact."""
 
-from __future__ import annotations
-
 import importlib.util
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """The benchmark of training within a memory budget: on a small graph, with the bound enforced."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`shardpass partition` of graphs in files: edge lists of every kind, folders, OGB's layout."""
 
-from __future__ import annotations
-
 import gzip
 from pathlib import Path
 

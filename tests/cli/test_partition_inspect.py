@@ -1,7 +1,5 @@
 """`shardpass partition` and `shardpass inspect`: what they write, print and refuse."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

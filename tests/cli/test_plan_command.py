@@ -1,7 +1,5 @@
 """`shardpass plan`, and `train --mode auto`."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """`shardpass test`: it sees every rank, measures what travels, compares a model, and says what is wrong."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

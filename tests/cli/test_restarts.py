@@ -1,7 +1,5 @@
 """`shardpass train --restarts`: ranks that are killed come back, and the run ends as if nothing had happened."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -19,7 +17,7 @@ from cli_helpers import MODULE, epochs, passed, refused
 from shardpass.cli import restarts
 from shardpass.cli.config import TrainConfig
 from shardpass.cli.launch import launcher_environment
-from shardpass.core.training.verified_file import read_verified
+from shardpass.core.training import read_verified
 from shardpass.errors import CommunicationError, DivergenceError, StoreError
 
 COMMON = ("--model", "gcn", "--hidden", 8, "--eval-every", 1000)

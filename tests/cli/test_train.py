@@ -1,7 +1,5 @@
 """`shardpass train` in this process: what it logs, prints and refuses; the same losses on every number of ranks."""
 
-from __future__ import annotations
-
 import json
 import sys
 import types

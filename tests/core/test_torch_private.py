@@ -1,7 +1,5 @@
 """What shardpass uses of torch beyond its documentation does what we rely on, and no other file uses such names."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import re

@@ -4,8 +4,6 @@
 memory and time, and prints how often each outcome came. ``replay(FORMAT, seed, folder)`` does it once.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

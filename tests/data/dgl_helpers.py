@@ -1,7 +1,5 @@
 """Graphs of DGL, partition directories written by it, and what their files should say."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Graphs for the tests of stores, and what puts a graph together again from a store's parts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

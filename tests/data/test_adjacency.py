@@ -1,7 +1,5 @@
 """Sparse matrices in the place of an edge list: every entry an edge, and no value lost."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

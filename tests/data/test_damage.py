@@ -1,7 +1,5 @@
 """Damaged files of every format are refused in words, or read as they were. `damage.py` replays them by a seed."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

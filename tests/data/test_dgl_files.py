@@ -1,7 +1,5 @@
 """DGL's partition directories: missing, altered and foreign files are refused by name."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """DGL's graphs, and its partition directories read without it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +21,7 @@ from store_helpers import assert_same, rebuilt
 
 import shardpass as sp
 from shardpass.data import EDGE, NODE, open_store, partition, read
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 dgl = pytest.importorskip("dgl")
 

@@ -1,7 +1,5 @@
 """Partitioning tells of values that training would stumble over, with the node or edge, and refuses none of them."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """Forged stores: checksums fit, but the store contradicts itself. Each is refused as what it is, in bounded memory."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`inspect` counts what a brute-force count finds."""
 
-from __future__ import annotations
-
 import pytest
 from store_helpers import awkward, bipartite
 

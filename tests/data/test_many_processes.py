@@ -1,7 +1,5 @@
 """Several ranks partition one graph in files together: the bytes are those of one process, and errors end all ranks."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import importlib

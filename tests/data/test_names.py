@@ -1,7 +1,5 @@
 """Ids of the user's own: tables joined by id, names kept in the store, found again, and told where they are wrong."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Partitioners: every node gets a part, sizes are balanced, wrong arguments are refused in words."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """`RawGraph.validate` names what is wrong, where, and what is expected."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,10 +1,5 @@
 """Readers keep every field, or refuse it by name."""
 
-from __future__ import annotations
-
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -16,15 +11,6 @@ from shardpass.data.rows import csr_rows, take_rows
 
 def edge_index() -> torch.Tensor:
     return torch.tensor([[0, 1, 2, 2], [1, 0, 2, 3]])
-
-
-def test_reading_without_pyg_does_not_import_it():
-    code = (
-        "import sys, torch, shardpass.data as d\n"
-        "d.read({'edge_index': torch.zeros(2, 1).long(), 'x': torch.zeros(2, 1)})\n"
-        "assert not {'torch_geometric', 'pymetis'} & set(sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def sparse_arrays(dense: np.ndarray, kind: str = "") -> dict[str, np.ndarray]:

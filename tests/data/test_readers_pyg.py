@@ -1,7 +1,5 @@
 """PyG's Data and HeteroData: every field kept, or refused by name."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np

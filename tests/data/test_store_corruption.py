@@ -1,7 +1,5 @@
 """A missing, torn or altered store is refused by name; never a wrong graph."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

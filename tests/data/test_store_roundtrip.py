@@ -1,7 +1,5 @@
 """What is written is what is read: the original graph comes back from any number of parts and ranks."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from dataclasses import replace

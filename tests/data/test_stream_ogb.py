@@ -1,7 +1,5 @@
 """OGB's node datasets, from directories written as OGB writes them: nothing is downloaded here."""
 
-from __future__ import annotations
-
 import gzip
 from pathlib import Path
 from types import ModuleType, SimpleNamespace

@@ -1,7 +1,5 @@
 """Readers of graphs in files: every format gives the same graph; what is wrong is told with file and place."""
 
-from __future__ import annotations
-
 import gzip
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Partitioning in bounded memory: a graph in files gives the store that the same graph in memory gives, to the byte."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import subprocess

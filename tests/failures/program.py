@@ -10,8 +10,6 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parents[2])]
 
-from torch_geometric.nn.models import GCN  # noqa: E402
-
 import shardpass as sp  # noqa: E402
 from shardpass.errors import DivergenceError  # noqa: E402
 
@@ -38,6 +36,8 @@ def main(what: str) -> None:
 
 
 def train(comm: sp.Communicator, what: str) -> None:
+    from torch_geometric.nn.models import GCN  # a rank that never gets here need not wait for it
+
     graph = sp.load(os.environ["STORE"], comm)
     torch.manual_seed(0)
     model = sp.pyg.wrap(GCN(graph.num_features, 8, 2, graph.num_classes), comm)

@@ -7,32 +7,50 @@ from torch_geometric.nn import SAGEConv, SGConv
 
 from shardpass.errors import CommunicationError, DivergenceError
 
-from .training import CLASSES, FEATURES, RANKS, Skips, Turn, train
+from .training import CLASSES, FEATURES, RANKS, Skips, fault, train
 
 models = pytest.mark.parametrize("model", ["GCN", "GAT"])
-
-
-def twist(change):
-    """A step in which ``change(turn)`` comes first, on the culprit in the second epoch only."""
-
-    def step(turn: Turn):
-        if turn.culprit:
-            change(turn)
-        turn.step()
-
-    return step
 
 
 # ---- features and dtypes
 
 
-@models
-def test_a_rank_with_other_features(store, model):
-    def narrow(turn):
-        turn.x = turn.x[:, :4]
+def features(change):
+    return lambda turn: setattr(turn, "x", change(turn.x))
 
-    outcome = train(store, twist(narrow), model=model)
-    outcome.assert_began_on(1, RuntimeError, "mat1 and mat2 shapes cannot be multiplied (15x4 and 6x8)")
+
+def double_rows(turn):
+    turn.x = turn.x.double()
+    turn.step()
+
+
+def integer_rows(turn):
+    turn.x = turn.x.long()
+    turn.step()
+
+
+narrow = features(lambda x: x[:, :4])
+cut = features(lambda x: torch.rand(len(x) - 1, x.size(1)))
+
+
+@pytest.mark.parametrize(
+    ("change", "model", "kind", "words"),
+    [
+        (narrow, "GCN", RuntimeError, ["mat1 and mat2 shapes cannot be multiplied (15x4 and 6x8)"]),
+        (narrow, "GAT", RuntimeError, ["mat1 and mat2 shapes cannot be multiplied (15x4 and 6x8)"]),
+        # in PyG's own arithmetic, before a message is sent
+        (cut, "GCN", RuntimeError, ["index 14 is out of bounds for dimension 0 with size 14"]),
+        (cut, "GAT", ValueError, ["on rank 1: `", "14 rows", "expected 15 (the own"]),
+        (features(torch.Tensor.double), "GAT", RuntimeError, ["double != float"]),
+    ],
+)
+def test_a_rank_with_other_features(store, change, model, kind, words):
+    train(store, fault(change), model=model).assert_began_on(1, kind, *words)
+
+
+def test_a_rank_with_other_dtypes_that_the_ranks_compare_before_the_weights_are_applied(store):
+    outcome = train(store, fault(features(torch.Tensor.double)))
+    outcome.assert_all_say("Rank 0: float32 rows", "Rank 1: float64 rows", "same widths and dtypes")
 
 
 @pytest.mark.parametrize("mode", ["sar", "halo"])
@@ -47,58 +65,25 @@ def test_other_features_where_the_layer_itself_does_not_notice(store, mode):
         def forward(self, x, edge_index):
             return self.conv(x, edge_index)
 
-    def narrow(turn):
-        turn.x = turn.x[:, :4]
-
-    outcome = train(store, twist(narrow), model=First(), mode=mode)
+    outcome = train(store, fault(narrow), model=First(), mode=mode)
     outcome.assert_all_say(
         "SGConv", "Rank 0: source 'x' float32 with [6] per row", "Rank 1: source 'x' float32 with [4] per row"
     )
 
 
-@models
-def test_a_rank_with_other_rows(store, model):
-    def cut(turn):
-        turn.x = torch.rand(len(turn.x) - 1, turn.x.size(1))
-
-    outcome = train(store, twist(cut), model=model)
-    if model == "GAT":
-        outcome.assert_began_on(1, ValueError, "on rank 1: `", "14 rows", "expected 15 (the own")
-    else:  # in PyG's own arithmetic, before a message is sent
-        outcome.assert_began_on(1, RuntimeError, "index 14 is out of bounds for dimension 0 with size 14")
-
-
-@models
-def test_features_of_another_dtype_than_the_model(store, model):
-    def step(turn):
-        turn.x = turn.x.double()
-        turn.step()
-
-    outcome = train(store, step, model=model)
-    outcome.assert_all_say("double != float")
-
-
-@models
-def test_a_rank_with_other_dtypes(store, model):
-    def double(turn):
-        turn.x = turn.x.double()
-
-    outcome = train(store, twist(double), model=model)
-    if model == "GAT":
-        outcome.assert_began_on(1, RuntimeError, "double != float")
-    else:  # ranks compare notes before the weights are applied
-        outcome.assert_all_say("Rank 0: float32 rows", "Rank 1: float64 rows", "same widths and dtypes")
-
-
-@models
-def test_integer_features(store, model):
-    def step(turn):
-        turn.x = turn.x.long()
-        turn.step()
-
+@pytest.mark.parametrize(
+    ("step", "model", "words"),
+    [
+        (double_rows, "GCN", "double != float"),
+        (double_rows, "GAT", "double != float"),
+        (integer_rows, "GCN", "Long"),
+        (integer_rows, "GAT", "long int"),
+    ],
+)
+def test_features_of_another_dtype_than_the_model(store, step, model, words):
     outcome = train(store, step, model=model)
     assert all(isinstance(error, RuntimeError) for error in outcome.errors), outcome.words()
-    outcome.assert_all_say("long int" if model == "GAT" else "Long")
+    outcome.assert_all_say(words)
 
 
 def test_models_that_differ(store):
@@ -113,38 +98,24 @@ def test_models_that_differ(store):
 # ---- exceptions
 
 
-@models
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_exception_between_layers(store, model, where):
-    def fail(*_):
-        raise ValueError("boo")
+def boo(*_):
+    raise ValueError("boo")
 
-    def step(turn):
-        if turn.culprit:
-            if where == "forward":
-                turn.model.convs[1].register_forward_pre_hook(fail)
-            else:
-                turn.model.convs[0].register_forward_hook(lambda module, args, out: out.register_hook(fail) and None)
-        turn.step()
 
-    train(store, step, model=model).assert_began_on(1, ValueError, "boo")
+FAIL = {
+    "between layers, forward": lambda convs: convs[1].register_forward_pre_hook(boo),
+    "between layers, backward": lambda convs: convs[0].register_forward_hook(
+        lambda module, args, out: out.register_hook(boo) and None
+    ),
+    "in a message, forward": lambda convs: convs[1].register_message_forward_pre_hook(boo),
+    "in a message, backward": lambda convs: convs[1].lin.weight.register_hook(boo),
+}
 
 
 @models
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_exception_inside_a_message(store, model, where):
-    def fail(*_):
-        raise ValueError("boo")
-
-    def step(turn):
-        if turn.culprit:
-            conv = turn.model.convs[1]
-            if where == "forward":
-                conv.register_message_forward_pre_hook(fail)
-            else:
-                conv.lin.weight.register_hook(fail)
-        turn.step()
-
+@pytest.mark.parametrize("where", FAIL)
+def test_an_exception(store, model, where):
+    step = fault(lambda turn: FAIL[where](turn.model.convs))
     train(store, step, model=model).assert_began_on(1, ValueError, "boo")
 
 
@@ -180,10 +151,7 @@ def test_a_message_input_changed_in_place(store, mode):
                 x.add_(1)
             return out
 
-    def harm(turn):
-        turn.model._harms = True
-
-    outcome = train(store, twist(harm), model=Maxima(), mode=mode)
+    outcome = train(store, fault(lambda turn: setattr(turn.model, "_harms", True)), model=Maxima(), mode=mode)
     outcome.assert_began_on(1, RuntimeError, "has been modified by an inplace operation")
 
 
@@ -194,10 +162,8 @@ def test_a_message_input_changed_in_place(store, mode):
 @pytest.mark.parametrize("layer", [1, 2, 3])
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_rank_that_skips_a_layer(store, mode, layer, shared):
-    def skip(turn):
-        turn.model.without = layer
-
-    outcome = train(store, twist(skip), model=Skips(shared), mode=mode)
+    step = fault(lambda turn: setattr(turn.model, "without", layer))
+    outcome = train(store, step, model=Skips(shared), mode=mode)
     assert any(isinstance(error, DivergenceError) for error in outcome.errors), outcome.words()
     outcome.assert_all_say("ranks 0, 2 are in", "rank 1 is in", "depends on the rank")
 
@@ -225,21 +191,15 @@ def test_a_rank_with_fewer_epochs(store, model):
     outcome.assert_nobody_timed_out()
 
 
-@models
-def test_a_rank_without_backward(store, model):
+LOSSES = {"none": lambda: None, "no function of the model": lambda: torch.zeros((), requires_grad=True).backward()}
+
+
+@pytest.mark.parametrize(("model", "loss"), [("GCN", "none"), ("GAT", "none"), ("GCN", "no function of the model")])
+def test_a_rank_without_backward(store, model, loss):
     def step(turn):
         if not turn.culprit:
             return turn.step()
         turn.loss(turn.forward())
+        LOSSES[loss]()
 
     train(store, step, model=model).assert_all_say("ranks", "depends on the rank")
-
-
-def test_a_rank_whose_loss_is_no_function_of_the_model(store):
-    def step(turn):
-        if not turn.culprit:
-            return turn.step()
-        turn.loss(turn.forward())
-        torch.zeros((), requires_grad=True).backward()
-
-    train(store, step).assert_all_say("ranks", "depends on the rank")

@@ -3,8 +3,6 @@
 A limit on the size of files stands for the disk.
 """
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -7,20 +7,9 @@ from torch_geometric.nn import GCNConv, TopKPooling
 
 from shardpass.errors import CommunicationError, RefusedError, ShardpassError
 
-from .training import CLASSES, FEATURES, RANKS, Skips, Turn, train
+from .training import CLASSES, FEATURES, RANKS, Skips, train
 
 models = pytest.mark.parametrize("model", ["GCN", "GAT"])
-
-
-def twist(change):
-    """A step in which ``change(turn)`` comes first, on the culprit in the second epoch only."""
-
-    def step(turn: Turn):
-        if turn.culprit:
-            change(turn)
-        turn.step()
-
-    return step
 
 
 # ---- gradients

@@ -17,6 +17,7 @@ from .training import (
     RANKS,
     Turn,
     assert_same,
+    fault,
     random_graph,
     run_ranks,
     sharded_gradients,
@@ -30,7 +31,8 @@ CONVS = {
     "max": lambda i, o: SAGEConv(i, o, aggr="max"),
 }
 kinds = pytest.mark.parametrize("kind", CONVS)
-modes = pytest.mark.parametrize("mode", ["sar", "keep", "halo"])
+# every layer and every mode: tests/frontends has every pair
+pairs = pytest.mark.parametrize("kind, mode", [("GCN", "sar"), ("GAT", "keep"), ("GAT", "sar"), ("max", "halo")])
 
 
 class TwoHeads(nn.Module):
@@ -76,8 +78,7 @@ def owned_by_rank(store, wanted):
     return owned
 
 
-@kinds
-@modes
+@pairs
 def test_a_loss_that_reaches_one_branch_only(exact_store, kind, mode):
     model = seeded(TwoHeads, kind)
 
@@ -133,8 +134,7 @@ def test_a_loss_of_nothing(exact_store, kind, zero):
     assert_same(sharded_gradients(exact_store, model, objective), expected)
 
 
-@kinds
-@modes
+@pairs
 def test_an_empty_mask_on_a_rank(exact_store, kind, mode):
     model, others = seeded(Two, kind), ~owned_by_rank(exact_store, 1)
 
@@ -154,8 +154,7 @@ def cross_entropy_of(model, data):
     return nn.functional.cross_entropy(logits[data.train_mask], data.y[data.train_mask])
 
 
-@kinds
-@modes
+@pairs
 def test_a_second_backward_through_a_kept_graph(exact_store, kind, mode):
     def objective(model, turn):
         loss = turn.loss(model(turn.x, turn.graph))
@@ -167,8 +166,7 @@ def test_a_second_backward_through_a_kept_graph(exact_store, kind, mode):
     assert_same(sharded_gradients(exact_store, model, objective, mode=mode), expected)
 
 
-@kinds
-@modes
+@pairs
 def test_two_forwards_before_one_backward(exact_store, kind, mode):
     def objective(model, turn):
         first = turn.loss(model(turn.x, turn.graph))
@@ -204,8 +202,7 @@ def test_evaluation_between_steps(exact_store, kind, context):
     assert_same(sharded_gradients(exact_store, model, objective), whole_gradients(model, cross_entropy_of))
 
 
-@kinds
-@modes
+@pairs
 def test_non_reentrant_checkpointing(exact_store, kind, mode):
     def objective(model, turn):
         turn.loss(model(turn.x, turn.graph)).backward()
@@ -215,26 +212,9 @@ def test_non_reentrant_checkpointing(exact_store, kind, mode):
     assert_same(sharded_gradients(exact_store, model, objective, mode=mode), expected)
 
 
-def slow_step(seconds):
-    def step(turn: Turn):
-        if turn.culprit:
-            time.sleep(seconds)
-        turn.step()
-
-    return step
-
-
-def test_a_slow_rank_is_waited_for(store):
-    quick = train(store)
-    slow = train(store, slow_step(4))
-    assert slow.results == quick.results
-
-
-@pytest.mark.long
-def test_a_rank_slow_for_a_minute_is_waited_for(store):
-    # the time-out of a wait is 60 s in these runs
-    slow = train(store, slow_step(58))
-    assert slow.results
+@pytest.mark.parametrize("seconds", [2.5, pytest.param(58, marks=pytest.mark.long)])  # a wait may take 60
+def test_a_slow_rank_is_waited_for(store, seconds):
+    assert train(store, fault(lambda turn: time.sleep(seconds))).results == train(store).results
 
 
 @pytest.mark.parametrize("model", ["GCN", "GAT"])

@@ -1,8 +1,7 @@
 """Mistakes of the first day: each is told with the name of the argument or field, and what to do."""
 
-from __future__ import annotations
-
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -31,46 +30,48 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("model", [GCN, GAT, GraphSAGE], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_features_of_another_dtype(store: Path, model: Any, ranks: int) -> None:
-    def run(comm: sp.Communicator) -> None:
-        own = sp.load(store, comm)
-        sp.pyg.wrap(model(4, 8, 2, 3), comm)(own.x.double(), own)
-
-    words = rf"`x` is float64 and the parameters of {model.__name__} are float32: convert it by x\.to\(torch\.float32\)"
-    with pytest.raises(RuntimeError, match=words):
-        sp.spawn(run, ranks)
+def wrapped(model: Any, comm: sp.Communicator) -> Any:
+    return sp.pyg.wrap(model(4, 8, 2, 3), comm)
 
 
-def test_integer_features(store: Path) -> None:
-    def run(comm: sp.Communicator) -> None:
-        own = sp.load(store, comm)
-        sp.pyg.wrap(GCN(4, 8, 2, 3), comm)(own.x.long(), own.edge_index)
-
-    with pytest.raises(RuntimeError, match=r"`x` is int64 and the parameters .* by x\.to\(torch\.float32\) \("):
-        sp.spawn(run, 1)
+def narrowed(model: str, dtype: str) -> str:
+    return rf"`x` is {dtype} and the parameters of {model} are float32: convert it by x\.to\(torch\.float32\)"
 
 
-@pytest.mark.parametrize(
-    ("model", "words"), [(GCN, "`x` has 9 rows and this rank has 10 own nodes"), (GAT, "has 9 rows .* expected 10")]
-)
-def test_features_that_lack_a_row(store: Path, model: Any, words: str) -> None:
-    def run(comm: sp.Communicator) -> None:
-        own = sp.load(store, comm)
-        sp.pyg.wrap(model(4, 8, 2, 3), comm)(torch.rand(9, 4), own)
+MISTAKES: dict[str, tuple[int, Callable[[Any, sp.Communicator], Any], type[Exception], str]] = {
+    **{
+        f"another dtype, {model.__name__}, {ranks} ranks": (
+            ranks,
+            lambda own, comm, model=model: wrapped(model, comm)(own.x.double(), own),
+            RuntimeError,
+            narrowed(model.__name__, "float64"),
+        )
+        for model in (GCN, GAT, GraphSAGE)
+        for ranks in (1, 2)
+    },
+    "integers": (
+        1, lambda own, comm: wrapped(GCN, comm)(own.x.long(), own.edge_index), RuntimeError,
+        narrowed("GCN", "int64") + r" \(",
+    ),
+    "a row too few, GCN": (
+        2, lambda own, comm: wrapped(GCN, comm)(torch.rand(9, 4), own), RuntimeError,
+        "`x` has 9 rows and this rank has 10 own nodes",
+    ),
+    "a row too few, GAT": (
+        2, lambda own, comm: wrapped(GAT, comm)(torch.rand(9, 4), own), ValueError, "has 9 rows .* expected 10"
+    ),
+    "a model that is not wrapped": (
+        2, lambda own, comm: sp.cross_entropy(GCN(4, 8, 2, 3)(own.x, own.edge_index), own.y, None, comm).backward(),
+        RefusedError, r"wrap the module that holds the parameter too \(shardpass.pyg.wrap",
+    ),
+}  # fmt: skip
 
-    with pytest.raises((RuntimeError, ValueError), match=words):
-        sp.spawn(run, 2)
 
-
-def test_a_model_that_is_not_wrapped_is_refused_features_of_the_graph(store: Path) -> None:
-    def run(comm: sp.Communicator) -> None:
-        own = sp.load(store, comm)
-        sp.cross_entropy(GCN(4, 8, 2, 3)(own.x, own.edge_index), own.y, None, comm).backward()
-
-    with pytest.raises(RefusedError, match=r"wrap the module that holds the parameter too \(shardpass.pyg.wrap"):
-        sp.spawn(run, 2)
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told(name: str, store: Path) -> None:
+    ranks, use, kind, words = MISTAKES[name]
+    with pytest.raises(kind, match=words):
+        sp.spawn(lambda comm: use(sp.load(store, comm), comm), ranks)
 
 
 def test_an_error_of_the_model_itself_stays_as_it_is(store: Path) -> None:

@@ -1,7 +1,5 @@
 """Arguments of the first day that are swapped, left out or of another kind: one sentence tells what goes where."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
@@ -13,7 +11,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GCN
 
 import shardpass as sp
-from shardpass.backends.failure import reason_of
+from shardpass.backends import reason_of
 from shardpass.cli.console import sentence
 from shardpass.errors import RefusedError, advice
 
@@ -47,70 +45,46 @@ class Wrong:
 
 
 IN_ITS_PLACE = r"`comm` must be what shardpass\.connect\(\) returned .* but got {} in its place"
-CASES: dict[str, tuple[Callable[[Wrong], Any], type[Exception], str]] = {
-    "load swapped": (lambda at: sp.load(at.comm, at.store), TypeError, IN_ITS_PLACE.format("PosixPath|WindowsPath")),
-    "options as text": (
-        lambda at: sp.load(at.store, at.comm, "halo"),
-        TypeError,
-        r"Options\(mode='halo'\), but got str",
-    ),
-    "wrap swapped": (
-        lambda at: sp.pyg.wrap(at.comm, GCN(4, 8, 2, 3)),
-        TypeError,
-        r"but got Ranks: write wrap\(model, c",
-    ),
-    "wrap a class": (
-        lambda at: sp.pyg.wrap(GCN, at.comm),
-        TypeError,
-        r"the class GCN: write wrap\(GCN\(\.\.\.\), comm\)",
-    ),
-    "wrap with the graph": (
-        lambda at: sp.pyg.wrap(GCN(4, 8, 2, 3), at.graph),
-        TypeError,
-        IN_ITS_PLACE.format("ShardedGraph"),
-    ),
-    "sync swapped": (lambda at: sp.sync_gradients(at.comm, at.model), TypeError, IN_ITS_PLACE.format("GCN")),
-    "save swapped": (lambda at: sp.save_checkpoint("a", at.model, at.comm), TypeError, IN_ITS_PLACE.format("GCN")),
-    "restore swapped": (lambda at: sp.load_checkpoint("a", at.model, at.comm), TypeError, IN_ITS_PLACE.format("GCN")),
-    "seed swapped": (lambda at: sp.seed(at.comm, 0), TypeError, IN_ITS_PLACE.format("int")),
-    "loss without ranks": (lambda at: at.loss(at.graph.y, None), TypeError, "missing 1 required .* argument: 'comm'"),
-    "loss swapped": (lambda at: at.loss(at.graph.y, at.comm, at.graph.y > 0), TypeError, IN_ITS_PLACE.format("Tensor")),
-    "labels as floats": (
-        lambda at: at.loss(at.graph.y.float(), None, at.comm),
-        ValueError,
-        r"class ids use y\.long\(\)",
-    ),
-    "labels in a column": (lambda at: at.loss(at.graph.y[:, None], None, at.comm), ValueError, r"use y\.squeeze\(1\)"),
-    "a table without its graph": (
-        lambda at: sp.NodeEmbedding(NODES, 8),
-        TypeError,
-        "shardpass.load returned, but got int",
-    ),
-    "gather swapped": (lambda at: sp.gather(at.out, at.graph), TypeError, "shardpass.load returned, but got Tensor"),
-    "the graph alone": (
-        lambda at: at.model(at.graph),
-        TypeError,
-        r"GCN\.forward\(\): missing .*: call model\(graph\.x, graph\.edge_in",
-    ),
-    "the features alone": (lambda at: at.model(at.graph.x), TypeError, r"GCN\.forward\(\): missing .*'edge_index'"),
-    "an output of another kind": (
-        lambda at: sp.infer(at.model, at.graph, "out.csv"),
-        ValueError,
-        r"out\.csv: the output is an \.npy file",
-    ),
-    "a plan of a wrapped model": (lambda at: sp.plan(at.model, at.store), RefusedError, "plan: GCN is wrapped already"),
+CASES: dict[type[Exception], dict[str, tuple[Callable[[Wrong], Any], str]]] = {
+    TypeError: {
+        "load swapped": (lambda at: sp.load(at.comm, at.store), IN_ITS_PLACE.format("PosixPath|WindowsPath")),
+        "options as text": (lambda at: sp.load(at.store, at.comm, "halo"), r"Options\(mode='halo'\), but got str"),
+        "wrap swapped": (lambda at: sp.pyg.wrap(at.comm, GCN(4, 8, 2, 3)), r"but got Ranks: write wrap\(model, c"),
+        "wrap a class": (lambda at: sp.pyg.wrap(GCN, at.comm), r"the class GCN: write wrap\(GCN\(\.\.\.\), comm\)"),
+        "wrap with the graph": (lambda at: sp.pyg.wrap(GCN(4, 8, 2, 3), at.graph), IN_ITS_PLACE.format("ShardedGraph")),
+        "sync swapped": (lambda at: sp.sync_gradients(at.comm, at.model), IN_ITS_PLACE.format("GCN")),
+        "save swapped": (lambda at: sp.save_checkpoint("a", at.model, at.comm), IN_ITS_PLACE.format("GCN")),
+        "restore swapped": (lambda at: sp.load_checkpoint("a", at.model, at.comm), IN_ITS_PLACE.format("GCN")),
+        "seed swapped": (lambda at: sp.seed(at.comm, 0), IN_ITS_PLACE.format("int")),
+        "loss without ranks": (lambda at: at.loss(at.graph.y, None), "missing 1 required .* argument: 'comm'"),
+        "loss swapped": (lambda at: at.loss(at.graph.y, at.comm, at.graph.y > 0), IN_ITS_PLACE.format("Tensor")),
+        "a table without its graph": (lambda at: sp.NodeEmbedding(NODES, 8), "shardpass.load returned, but got int"),
+        "gather swapped": (lambda at: sp.gather(at.out, at.graph), "shardpass.load returned, but got Tensor"),
+        "the graph alone": (
+            lambda at: at.model(at.graph),
+            r"GCN\.forward\(\): missing .*: call model\(graph\.x, graph\.edge_in",
+        ),
+        "the features alone": (lambda at: at.model(at.graph.x), r"GCN\.forward\(\): missing .*'edge_index'"),
+    },
+    ValueError: {
+        "labels as floats": (lambda at: at.loss(at.graph.y.float(), None, at.comm), r"class ids use y\.long\(\)"),
+        "labels in a column": (lambda at: at.loss(at.graph.y[:, None], None, at.comm), r"use y\.squeeze\(1\)"),
+        "an output of another kind": (
+            lambda at: sp.infer(at.model, at.graph, "out.csv"),
+            r"out\.csv: the output is an \.npy file",
+        ),
+    },
+    RefusedError: {
+        "a plan of a wrapped model": (lambda at: sp.plan(at.model, at.store), "plan: GCN is wrapped already"),
+    },
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_wrong_argument(case: str, store: Path) -> None:
-    mistake, kind, words = CASES[case]
-
-    def run(comm: sp.Communicator) -> None:
-        mistake(Wrong(store, comm))
-
+@pytest.mark.parametrize(("kind", "case"), [(kind, case) for kind in CASES for case in CASES[kind]])
+def test_a_wrong_argument(kind: type[Exception], case: str, store: Path) -> None:
+    mistake, words = CASES[kind][case]
     with pytest.raises(kind, match=words) as caught:
-        sp.spawn(run, 1)
+        sp.spawn(lambda comm: mistake(Wrong(store, comm)), 1)
     assert "\n" not in str(caught.value)
 
 
@@ -172,58 +146,49 @@ def test_a_gpu_that_is_not_there() -> None:
         sp.connect(device="cuda")
 
 
-HOSTILE: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
-    "a flag of parts": (
-        lambda at: sp.partition(data(), at / "o", parts=True),
-        TypeError,
-        "the number of parts must be an integer, found bool",
-    ),
-    "a billion parts": (
-        lambda at: sp.partition(data(), at / "o", parts=10**9),
-        ValueError,
-        r"1000000000 parts; expect",
-    ),
-    "a billion threads": (
-        lambda at: sp.partition(data(), at / "o", parts=2, threads=10**9),
-        ValueError,
-        "1000000000 threads; expected",
-    ),
-    "a seed as text": (
-        lambda at: sp.partition(data(), at / "o", parts=2, method="random", seed="4"),
-        TypeError,
-        "`seed` must be an integer, found str",
-    ),
-    "a billion ranks": (lambda at: sp.spawn(print, 10**9), ValueError, "1000000000 ranks; expected at least 1 and at"),
-    "no processes": (lambda at: sp.spawn(print, 0, "processes"), ValueError, "0 ranks; expected at least 1"),
-    "no function": (lambda at: sp.spawn(None, 2), TypeError, "`fn` must be a function, but got NoneType"),
-    "one argument": (lambda at: sp.spawn(print, 2, args=3), TypeError, "`args` must be a tuple, but got int"),
-    "seconds as text": (lambda at: sp.spawn(print, 2, timeout="4"), TypeError, "a number of seconds is expected"),
-    "an unknown device": (lambda at: sp.spawn(print, 2, device="gpu"), ValueError, "must name a device, such as 'cpu'"),
-    "a folder as a number": (lambda at: sp.inspect(3), TypeError, "the folder of a store: `path` must be a path"),
-    "a plan on a billion ranks": (
-        lambda at: sp.plan(GCN(4, 8, 2, 3), sp.GraphCounts(100, 100, 4), [10**9]),
-        ValueError,
-        "1000000000 ranks; expected",
-    ),
-    "a plan of no model": (lambda at: sp.plan(3, sp.GraphCounts(9, 9, 4)), TypeError, r"must be a torch\.nn\.Module"),
-    "a plan of a number of ranks": (
-        lambda at: sp.plan(GCN(4, 8, 2, 3), sp.GraphCounts(9, 9, 4), 4),
-        TypeError,
-        r"must be lists, such as ranks=\[1, 4\]",
-    ),
-    "nan nodes": (lambda at: sp.GraphCounts(float("nan"), 9, 4), TypeError, "nodes is an integer, got nan"),
-    "an option as text": (lambda at: sp.Options(prefetch="4"), ValueError, "prefetch is an integer, got '4'"),
-    "a loss without ranks": (
-        lambda at: sp.mean(torch.ones(2), None, None),
-        TypeError,
-        IN_ITS_PLACE.format("NoneType"),
-    ),
+HOSTILE: dict[type[Exception], dict[str, tuple[Callable[[Path], Any], str]]] = {
+    TypeError: {
+        "a flag of parts": (
+            lambda at: sp.partition(data(), at / "o", parts=True),
+            "the number of parts must be an integer, found bool",
+        ),
+        "a seed as text": (
+            lambda at: sp.partition(data(), at / "o", parts=2, method="random", seed="4"),
+            "`seed` must be an integer, found str",
+        ),
+        "no function": (lambda at: sp.spawn(None, 2), "`fn` must be a function, but got NoneType"),
+        "one argument": (lambda at: sp.spawn(print, 2, args=3), "`args` must be a tuple, but got int"),
+        "seconds as text": (lambda at: sp.spawn(print, 2, timeout="4"), "a number of seconds is expected"),
+        "a folder as a number": (lambda at: sp.inspect(3), "the folder of a store: `path` must be a path"),
+        "a plan of no model": (lambda at: sp.plan(3, sp.GraphCounts(9, 9, 4)), r"must be a torch\.nn\.Module"),
+        "a plan of a number of ranks": (
+            lambda at: sp.plan(GCN(4, 8, 2, 3), sp.GraphCounts(9, 9, 4), 4),
+            r"must be lists, such as ranks=\[1, 4\]",
+        ),
+        "nan nodes": (lambda at: sp.GraphCounts(float("nan"), 9, 4), "nodes is an integer, got nan"),
+        "a loss without ranks": (lambda at: sp.mean(torch.ones(2), None, None), IN_ITS_PLACE.format("NoneType")),
+    },
+    ValueError: {
+        "a billion parts": (lambda at: sp.partition(data(), at / "o", parts=10**9), r"1000000000 parts; expect"),
+        "a billion threads": (
+            lambda at: sp.partition(data(), at / "o", parts=2, threads=10**9),
+            "1000000000 threads; expected",
+        ),
+        "a billion ranks": (lambda at: sp.spawn(print, 10**9), "1000000000 ranks; expected at least 1 and at"),
+        "no processes": (lambda at: sp.spawn(print, 0, "processes"), "0 ranks; expected at least 1"),
+        "an unknown device": (lambda at: sp.spawn(print, 2, device="gpu"), "must name a device, such as 'cpu'"),
+        "a plan on a billion ranks": (
+            lambda at: sp.plan(GCN(4, 8, 2, 3), sp.GraphCounts(100, 100, 4), [10**9]),
+            "1000000000 ranks; expected",
+        ),
+        "an option as text": (lambda at: sp.Options(prefetch="4"), "prefetch is an integer, got '4'"),
+    },
 }
 
 
-@pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_argument_is_told_at_once(case: str, tmp_path: Path) -> None:
-    mistake, kind, words = HOSTILE[case]
+@pytest.mark.parametrize(("kind", "case"), [(kind, case) for kind in HOSTILE for case in HOSTILE[kind]])
+def test_a_hostile_argument_is_told_at_once(kind: type[Exception], case: str, tmp_path: Path) -> None:
+    mistake, words = HOSTILE[kind][case]
     began = monotonic()
     with pytest.raises(kind, match=words) as caught:
         mistake(tmp_path)

@@ -1,7 +1,5 @@
 """A small training loop on a partitioned random graph, and what became of every rank when one of them goes wrong."""
 
-from __future__ import annotations
-
 import copy
 import threading
 import time
@@ -165,6 +163,17 @@ def train(
     outcome = run_ranks(work, ranks)
     verify(store)
     return outcome
+
+
+def fault(change: Callable[[Turn], Any]) -> Callable[[Turn], None]:
+    """A step in which ``change(turn)`` comes first, on the culprit in the second epoch only."""
+
+    def step(turn: Turn) -> None:
+        if turn.culprit:
+            change(turn)
+        turn.step()
+
+    return step
 
 
 def sharded_gradients(

@@ -1,7 +1,5 @@
 """``Options(mode="auto")``: a plan for the ranks of a communicator decides the mode before the graph is loaded."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch_geometric.nn import GAT, SAGEConv

@@ -1,7 +1,5 @@
 """The planner: what it adds up, what it picks, what it says."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -12,8 +10,8 @@ from torch_geometric.nn import GAT, GraphSAGE, HeteroConv, SAGEConv
 from torch_geometric.nn.aggr import MedianAggregation
 
 import shardpass as sp
+from shardpass.core.dryrun import Estimate
 from shardpass.core.dryrun.communicator import DryCommunicator
-from shardpass.core.dryrun.estimate import Estimate
 from shardpass.core.dryrun.rank import made_up_edges, made_up_rank
 from shardpass.core.dryrun.trial import dry_run, extrapolate
 from shardpass.core.ranks import Ranks

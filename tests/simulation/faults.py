@@ -6,8 +6,6 @@ operation of torch, ``"file"`` before each thing that it does with the disk, and
 To add a fault, give `KINDS` its kinds of points and `Injector` a method of its name. `verdict` says what is true then.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import random

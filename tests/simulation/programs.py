@@ -1,7 +1,5 @@
 """Small programs over the engine, chosen by a number: a graph, its owners, the ways of the engine, and what is done."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from shardpass.core.ranks import Options, Ranks
 from shardpass.core.tracing import Findings, Inputs
 from shardpass.core.tracing import Program as Messages
 from shardpass.frontends.pyg import NeighborLoader, wrap
-from shardpass.testing.graphs import WholeGraph, shard_in_memory
+from shardpass.testing import WholeGraph, shard_in_memory
 
 CHANNELS = 3
 KINDS = (*["call"] * 8, "train", "checkpoint", "infer", "sample")

@@ -3,8 +3,6 @@
 ``direct`` after the seed runs it with messages between devices, which have no tags.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 

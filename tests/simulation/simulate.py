@@ -1,7 +1,5 @@
 """One simulated run of a seed: its program, its transport, its fault, and what is wrong with how it ended."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """The engine under simulated faults. A seed that fails is replayed by ``python -m tests.simulation.replay SEED``."""
 
-from __future__ import annotations
-
 import threading
 import warnings
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardpass.backends.failure import Failure, TransportLostError, TransportTimeoutError
+from shardpass.backends import Failure, TransportLostError, TransportTimeoutError
 from shardpass.backends.identity import HEADER_LANE, MessageKey, SlotTable
 from shardpass.backends.news import InformedCommunicator
 

@@ -1,7 +1,5 @@
 """Whether a run has ended well: with the right numbers, or with one true sentence on every rank that is left."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

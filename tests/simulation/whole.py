@@ -1,7 +1,5 @@
 """What programs give on the whole graph in one process, in plain torch and PyG: the truth behind the references."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from shardpass.backends.failure import reason_of
+from shardpass.backends import reason_of
 from shardpass.backends.news import News
 from shardpass.core.ranks import Ranks
 from shardpass.errors import PeerFailure

@@ -1,7 +1,5 @@
 """`assert_exact` passes what is exact, and names the ranks, the mode and the tensors of what is not."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -86,3 +84,9 @@ def test_errors_may_be_relative():
         assert_same(whole, sharded, bound=1e-5)
     with pytest.raises(AssertionError, match="output by inf"):
         assert_same(whole, Outcome(torch.full((2,), float("nan"))))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.xfail(raises=AssertionError, strict=True)
+def test_a_test_of_ranks_fails_where_one_rank_fails(comm):
+    assert comm.size == 2 and comm.rank == 0

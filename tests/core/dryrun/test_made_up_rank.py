@@ -1,12 +1,11 @@
 """Dry runs: a made-up rank has the sizes it was told, its communicator answers alone, the tracker counts storages."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
+from shardpass.core.dryrun import EdgeSizes, Field, NodeSizes, RankSizes
 from shardpass.core.dryrun.communicator import DryCommunicator
-from shardpass.core.dryrun.rank import EdgeSizes, Field, NodeSizes, RankSizes, made_up_edges, made_up_rank
+from shardpass.core.dryrun.rank import made_up_edges, made_up_rank
 from shardpass.core.dryrun.tracker import MemoryTracker
 from shardpass.core.ranks import Options, Ranks
 from shardpass.core.sharding import EDGE, NODE

@@ -1,7 +1,5 @@
 """Halo plans against brute force, on ranks without nodes or edges too."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -9,16 +7,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardpass.backends.recording import RecordingCommunicator
-from shardpass.core.exchange.halo import build_halo_plan, node_set
-from shardpass.core.exchange.transfer import halo_fetch
-from shardpass.core.ranks import Ranks, RowSet
-from shardpass.core.ranks.options import Options
-from shardpass.core.sharding import NODE
-from shardpass.core.sharding.ownership import Ownership
+from shardpass.backends import RecordingCommunicator
+from shardpass.core.exchange import build_halo_plan, halo_fetch, node_set
+from shardpass.core.ranks import Options, Ranks, RowSet
+from shardpass.core.sharding import NODE, Ownership
 from shardpass.errors import InternalError
-from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
-from shardpass.testing.run import run
+from shardpass.testing import assignments, awkward_graph, run, shard_in_memory
 
 
 @st.composite
@@ -83,24 +77,22 @@ def test_ranks_without_nodes_or_edges_still_send(kind, ranks):
         assert torch.equal(rows, graph.node["x"][graph.edge_index[0, edge_ids]])
 
 
-def test_what_a_model_is_told_of_the_rows():
-    def work(comm):
-        plan, _ = build_halo_plan(comm, Ownership((0, 3, 5)), torch.tensor([0, 4]), 4, Options())
-        typed, count = replace(plan, ends=("paper", "author"), relation=object()), plan.num_own_src
-        assert count == (3, 2)[comm.rank] and (plan.source_set, plan.dst_set) == (
-            node_set(NODE, count),
-            node_set(NODE, 4),
-        )
-        assert plan.source_set == RowSet("nodes", count, ("nodes", NODE))
-        assert (typed.source_set, typed.dst_set) == (node_set("paper", count), node_set("author", 4))
-        named = (plan.source_set, plan.dst_set, typed.source_set, typed.dst_set, plan.edge_set(7))
-        assert [rows.name for rows in named] == ["nodes", "nodes", "'paper' nodes", "'author' nodes", "edges"]
-        assert not node_set("paper", 4).goes_with(node_set("author", 4)) and not node_set(NODE, 4).is_of_edges
-        edges = plan.edge_set(7)
-        assert edges.is_of_edges and edges == plan.edge_set(7) and edges.goes_with(plan.edge_set(7))
-        assert not edges.goes_with(plan.edge_set(8)) and not edges.goes_with(typed.edge_set(7)), "of another graph"
-
-    run(work, 2)
+@pytest.mark.ranks(2)
+def test_what_a_model_is_told_of_the_rows(comm):
+    plan, _ = build_halo_plan(comm, Ownership((0, 3, 5)), torch.tensor([0, 4]), 4, Options())
+    typed, count = replace(plan, ends=("paper", "author"), relation=object()), plan.num_own_src
+    assert count == (3, 2)[comm.rank] and (plan.source_set, plan.dst_set) == (
+        node_set(NODE, count),
+        node_set(NODE, 4),
+    )
+    assert plan.source_set == RowSet("nodes", count, ("nodes", NODE))
+    assert (typed.source_set, typed.dst_set) == (node_set("paper", count), node_set("author", 4))
+    named = (plan.source_set, plan.dst_set, typed.source_set, typed.dst_set, plan.edge_set(7))
+    assert [rows.name for rows in named] == ["nodes", "nodes", "'paper' nodes", "'author' nodes", "edges"]
+    assert not node_set("paper", 4).goes_with(node_set("author", 4)) and not node_set(NODE, 4).is_of_edges
+    edges = plan.edge_set(7)
+    assert edges.is_of_edges and edges == plan.edge_set(7) and edges.goes_with(plan.edge_set(7))
+    assert not edges.goes_with(plan.edge_set(8)) and not edges.goes_with(typed.edge_set(7)), "of another graph"
 
 
 def test_counts_that_do_not_agree_are_our_defect():

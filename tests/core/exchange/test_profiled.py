@@ -1,7 +1,5 @@
 """A torch profiler around a step of ranks that are processes: what it saw begin has ended when it stops."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 
@@ -10,8 +8,8 @@ import torch
 from torch_geometric.nn import GraphSAGE
 
 import shardpass as sp
-from shardpass.core.exchange.windows import WindowPool
-from shardpass.testing.graphs import awkward_graph
+from shardpass.core.exchange import WindowPool
+from shardpass.testing import awkward_graph
 
 
 def steps(comm: sp.Communicator, store: str) -> tuple[int, int, int]:

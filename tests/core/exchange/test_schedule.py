@@ -1,13 +1,12 @@
 """The order of rounds: complete, free of deadlock, bounded, and its own adjoint with the peers swapped."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 
 import pytest
 
-from shardpass.core.exchange.schedule import Round, Schedule
+from shardpass.core.exchange import Schedule
+from shardpass.core.exchange.schedule import Round
 
 BLOCK_ROWS = (None, 1, 3)
 

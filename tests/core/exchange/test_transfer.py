@@ -1,18 +1,15 @@
 """Halo fetch and push: adjoint, differentiable, agreed by all ranks."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
 import torch
 
-from shardpass.core.exchange.halo import build_halo_plan
-from shardpass.core.exchange.transfer import halo_fetch, scatter_to_owners
-from shardpass.core.ranks.options import Options
-from shardpass.core.sharding.ownership import Ownership
+from shardpass.core.exchange import build_halo_plan, halo_fetch, scatter_to_owners
+from shardpass.core.ranks import Options
+from shardpass.core.sharding import Ownership
 from shardpass.errors import DivergenceError, RefusedError
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 SOURCES = Ownership.from_counts([4, 0, 6, 3])
 IDS = [[5, 11, 9, 12, 5], [0, 3, 4, 10, 11, 2], [], [0, 6, 7, 8, 9]]
@@ -35,23 +32,19 @@ def numbers(comm, rows, tail=(3,), seed=0):
 
 
 @pytest.mark.parametrize("options", [{}, {"block_rows": 1, "prefetch": 0}, {"mode": "halo"}], ids=str)
-def test_each_is_the_adjoint_of_the_other(options):
+@pytest.mark.ranks(4)
+def test_each_is_the_adjoint_of_the_other(comm, options):
     """<fetch(x), y> = <x, push(y)>, and the gradient of one is the other."""
-
-    def work(comm):
-        plan = plan_of(comm, **options)
-        x = numbers(comm, plan.num_own_src).requires_grad_()
-        y = numbers(comm, plan.num_src, seed=1).requires_grad_()
-        fetched, pushed = halo_fetch(x, plan, "fetch"), scatter_to_owners(y, plan, "push")
-        left, right = (fetched * y).sum(), (x * pushed).sum()
-        products = comm.all_reduce(torch.stack([left, right]).detach())
-        (dx,) = torch.autograd.grad(left, x, retain_graph=True)
-        (dy,) = torch.autograd.grad(right, y)
-        assert torch.equal(dx, pushed) and torch.equal(dy, fetched)
-        return products
-
-    for products in run(work, 4):
-        torch.testing.assert_close(products[0], products[1], rtol=1e-13, atol=1e-13)
+    plan = plan_of(comm, **options)
+    x = numbers(comm, plan.num_own_src).requires_grad_()
+    y = numbers(comm, plan.num_src, seed=1).requires_grad_()
+    fetched, pushed = halo_fetch(x, plan, "fetch"), scatter_to_owners(y, plan, "push")
+    left, right = (fetched * y).sum(), (x * pushed).sum()
+    products = comm.all_reduce(torch.stack([left, right]).detach())
+    (dx,) = torch.autograd.grad(left, x, retain_graph=True)
+    (dy,) = torch.autograd.grad(right, y)
+    assert torch.equal(dx, pushed) and torch.equal(dy, fetched)
+    torch.testing.assert_close(products[0], products[1], rtol=1e-13, atol=1e-13)
 
 
 def test_against_brute_force():
@@ -70,52 +63,44 @@ def test_against_brute_force():
 
 
 @pytest.mark.parametrize("tail", [(), (0,), (2, 2)], ids=str)
-def test_shapes(tail):
-    def work(comm):
-        plan = plan_of(comm)
-        x = numbers(comm, plan.num_own_src, tail).requires_grad_()
-        out = halo_fetch(x, plan, "f")
-        assert out.shape == (plan.num_src, *tail)
-        out.sum().backward()
-        assert x.grad.shape == x.shape
-        assert scatter_to_owners(out.detach(), plan, "p").shape == x.shape
-
-    run(work, 4)
+@pytest.mark.ranks(4)
+def test_shapes(comm, tail):
+    plan = plan_of(comm)
+    x = numbers(comm, plan.num_own_src, tail).requires_grad_()
+    out = halo_fetch(x, plan, "f")
+    assert out.shape == (plan.num_src, *tail)
+    out.sum().backward()
+    assert x.grad.shape == x.shape
+    assert scatter_to_owners(out.detach(), plan, "p").shape == x.shape
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16])
-def test_dtypes_without_gradients(dtype):
-    def work(comm):
-        plan = plan_of(comm)
-        ids = torch.arange(plan.num_own_src) + SOURCES.offsets[comm.rank]
-        right = (torch.tensor(numbering(comm.rank)) % 5).to(dtype)
-        assert torch.equal(halo_fetch((ids % 5).to(dtype), plan, "f"), right)
-
-    run(work, 4)
+@pytest.mark.ranks(4)
+def test_dtypes_without_gradients(comm, dtype):
+    plan = plan_of(comm)
+    ids = torch.arange(plan.num_own_src) + SOURCES.offsets[comm.rank]
+    right = (torch.tensor(numbering(comm.rank)) % 5).to(dtype)
+    assert torch.equal(halo_fetch((ids % 5).to(dtype), plan, "f"), right)
 
 
-def test_rows_that_are_not_contiguous():
-    def work(comm):
-        plan = plan_of(comm)
-        x = numbers(comm, plan.num_own_src * 2, (6,))[::2, 1:4].requires_grad_()
-        out = halo_fetch(x, plan, "f")
-        assert torch.equal(out, halo_fetch(x.detach().contiguous(), plan, "g"))
-        (out.t() * numbers(comm, 3, (plan.num_src,), seed=2)).sum().backward()
-        return x.grad
-
-    run(work, 4)
+@pytest.mark.ranks(4)
+def test_rows_that_are_not_contiguous(comm):
+    plan = plan_of(comm)
+    x = numbers(comm, plan.num_own_src * 2, (6,))[::2, 1:4].requires_grad_()
+    out = halo_fetch(x, plan, "f")
+    assert torch.equal(out, halo_fetch(x.detach().contiguous(), plan, "g"))
+    (out.t() * numbers(comm, 3, (plan.num_src,), seed=2)).sum().backward()
+    return x.grad
 
 
-def test_the_result_is_a_copy_and_the_input_unchanged():
-    def work(comm):
-        plan = plan_of(comm)
-        x, y = numbers(comm, plan.num_own_src), numbers(comm, plan.num_src)
-        before, rows = x.clone(), y.clone()
-        halo_fetch(x, plan, "f").zero_()
-        scatter_to_owners(y, plan, "p").zero_()
-        assert torch.equal(x, before) and torch.equal(y, rows)
-
-    run(work, 4)
+@pytest.mark.ranks(4)
+def test_the_result_is_a_copy_and_the_input_unchanged(comm):
+    plan = plan_of(comm)
+    x, y = numbers(comm, plan.num_own_src), numbers(comm, plan.num_src)
+    before, rows = x.clone(), y.clone()
+    halo_fetch(x, plan, "f").zero_()
+    scatter_to_owners(y, plan, "p").zero_()
+    assert torch.equal(x, before) and torch.equal(y, rows)
 
 
 @pytest.mark.parametrize("function", [halo_fetch, scatter_to_owners])
@@ -160,28 +145,24 @@ def test_a_loss_that_ignores_the_result_on_one_rank():
     assert torch.equal(torch.cat(results), counts.view(-1, 1).expand(-1, 3))
 
 
-def test_no_grad():
-    def work(comm):
-        plan = plan_of(comm)
-        with torch.no_grad():
-            out = halo_fetch(numbers(comm, plan.num_own_src).requires_grad_(), plan, "f")
-        assert not out.requires_grad
-        assert not halo_fetch(numbers(comm, plan.num_own_src), plan, "f").requires_grad
-        with torch.inference_mode():
-            again = halo_fetch(numbers(comm, plan.num_own_src), plan, "f")
-        assert torch.equal(again, out)
-
-    run(work, 4)
+@pytest.mark.ranks(4)
+def test_no_grad(comm):
+    plan = plan_of(comm)
+    with torch.no_grad():
+        out = halo_fetch(numbers(comm, plan.num_own_src).requires_grad_(), plan, "f")
+    assert not out.requires_grad
+    assert not halo_fetch(numbers(comm, plan.num_own_src), plan, "f").requires_grad
+    with torch.inference_mode():
+        again = halo_fetch(numbers(comm, plan.num_own_src), plan, "f")
+    assert torch.equal(again, out)
 
 
-def test_one_rank_needs_no_call():
-    def work(comm):
-        plan = plan_of(comm)
-        x = numbers(comm, 5)
-        calls = comm.calls
-        assert halo_fetch(x, plan, "f") is x and scatter_to_owners(x, plan, "p") is x and comm.calls == calls
-
-    run(work, 1)
+@pytest.mark.ranks(1)
+def test_one_rank_needs_no_call(comm):
+    plan = plan_of(comm)
+    x = numbers(comm, 5)
+    calls = comm.calls
+    assert halo_fetch(x, plan, "f") is x and scatter_to_owners(x, plan, "p") is x and comm.calls == calls
 
 
 CHANGES = {

@@ -1,7 +1,5 @@
 """The exchange: several tensors in one message, buffers used again, exact bytes, one gradient return at a time."""
 
-from __future__ import annotations
-
 import itertools
 from contextlib import nullcontext
 from threading import get_ident
@@ -10,17 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardpass.backends.recording import RecordingCommunicator
-from shardpass.core.exchange import walk
-from shardpass.core.exchange.halo import build_halo_plan
-from shardpass.core.exchange.packing import Packing, message_buffer
-from shardpass.core.exchange.tokens import WalkId
-from shardpass.core.exchange.walk import GradientReturn, fetch_blocks
-from shardpass.core.ranks import Ranks
-from shardpass.core.ranks.options import Options
-from shardpass.core.sharding.ownership import Ownership
+from shardpass.backends import RecordingCommunicator
+from shardpass.core.exchange import GradientReturn, Packing, WalkId, build_halo_plan, fetch_blocks, walk
+from shardpass.core.exchange.packing import message_buffer
+from shardpass.core.ranks import Options, Ranks
+from shardpass.core.sharding import Ownership
 from shardpass.errors import CommunicationError, InternalError
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 SOURCES = Ownership.from_counts([5, 0, 7, 3])
 IDS = [[0, 6, 11, 14, 6], [1, 4, 5, 12, 13, 2, 3], [], [0, 7, 8, 9, 10]]  # what each rank needs
@@ -28,22 +22,28 @@ DTYPES = [torch.bool, torch.float64, torch.uint8, torch.bfloat16, torch.int64, t
 
 
 class Counting(RecordingCommunicator):
-    """A recording communicator that knows how many exchanges are under way, and how many at most."""
+    """Knows how many exchanges are under way, and how many at most; none may use a buffer of another one."""
 
     def __init__(self, inner):
         super().__init__(inner)
-        self.under_way = self.most = 0
+        self.busy, self.buffers, self.most = [], set(), 0
 
-    def exchange(self, *args, **kwargs):
-        handle = super().exchange(*args, **kwargs)
-        self.under_way += 1
-        self.most = max(self.most, self.under_way)
-        outer = self
+    @property
+    def under_way(self):
+        return len(self.busy)
+
+    def exchange(self, send, to, recv, source, tag, label=""):
+        mine = [t.untyped_storage().data_ptr() for t in (send, recv) if t is not None and t.numel()]
+        assert not set(mine) & {pointer for other in self.busy for pointer in other}
+        handle, busy = super().exchange(send, to, recv, source, tag, label), self.busy
+        busy.append(mine)
+        self.buffers |= set(mine)
+        self.most = max(self.most, len(busy))
 
         class Waited:
             def wait(self, timeout=None):
                 handle.wait(timeout)
-                outer.under_way -= 1
+                busy.remove(mine)
 
         return Waited()
 
@@ -81,148 +81,111 @@ OPTIONS = [{"mode": mode, "block_rows": rows, "prefetch": ahead} for mode in ("s
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_several_tensors_of_different_dtypes(options):
+@pytest.mark.ranks(4)
+def test_several_tensors_of_different_dtypes(comm, options):
     whole = tables()
-
-    def work(comm):
-        plan = plan_of(comm, **options)
-        ids, seen = global_ids(plan, comm), []
-        for position, block, rows in fetch_blocks(plan, own(comm, whole), WalkId(1, 0, "test")):
-            assert block == plan.blocks[position] and len(rows) == len(whole)
-            for found, tensor in zip(rows, whole):
-                assert found.dtype == tensor.dtype and found.shape == (block.num_rows, *tensor.shape[1:])
-                assert torch.equal(found, tensor[ids[block.start : block.stop]])
-            seen += ids[block.start : block.stop]
-        assert sorted(seen) == sorted(ids)
-
-    run(work, 4)
+    plan = plan_of(comm, **options)
+    ids, seen = global_ids(plan, comm), []
+    for position, block, rows in fetch_blocks(plan, own(comm, whole), WalkId(1, 0, "test")):
+        assert block == plan.blocks[position] and len(rows) == len(whole)
+        for found, tensor in zip(rows, whole):
+            assert found.dtype == tensor.dtype and found.shape == (block.num_rows, *tensor.shape[1:])
+            assert torch.equal(found, tensor[ids[block.start : block.stop]])
+        seen += ids[block.start : block.stop]
+    assert sorted(seen) == sorted(ids)
 
 
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_rows_stay_valid_as_long_as_promised(keep, ahead):
+@pytest.mark.ranks(4)
+def test_rows_stay_valid_as_long_as_promised(comm, keep, ahead):
     """Kept rows for ever; others until the next step, while later messages arrive as early as they can."""
     whole = [table(torch.float64, (3,), 0)]
-
-    def work(comm):
-        plan = plan_of(comm, block_rows=1, prefetch=ahead)
-        ids, held, storages = global_ids(plan, comm), [], set()
-        for _, block, (rows,) in fetch_blocks(plan, own(comm, whole), WalkId(1, 0, "test"), keep=keep):
-            comm.barrier()  # everything that is posted may have arrived
-            assert torch.equal(rows, whole[0][ids[block.start : block.stop]])
-            held.append((rows, ids[block.start : block.stop]))
-            if block.num_rows and block.owner != comm.rank:
-                storages.add(rows.untyped_storage().data_ptr())
-        if keep:
-            assert all(torch.equal(rows, whole[0][wanted]) for rows, wanted in held)
-        else:
-            assert len(storages) <= ahead + 1, "buffers are used again"
-
-    run(work, 4)
+    plan = plan_of(comm, block_rows=1, prefetch=ahead)
+    ids, held, storages = global_ids(plan, comm), [], set()
+    for _, block, (rows,) in fetch_blocks(plan, own(comm, whole), WalkId(1, 0, "test"), keep=keep):
+        comm.barrier()  # everything that is posted may have arrived
+        assert torch.equal(rows, whole[0][ids[block.start : block.stop]])
+        held.append((rows, ids[block.start : block.stop]))
+        if block.num_rows and block.owner != comm.rank:
+            storages.add(rows.untyped_storage().data_ptr())
+    if keep:
+        assert all(torch.equal(rows, whole[0][wanted]) for rows, wanted in held)
+    else:
+        assert len(storages) <= ahead + 1, "buffers are used again"
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3, 50])
-def test_no_more_messages_under_way_than_allowed(ahead):
-    def work(inner):
-        comm = Counting(inner)
-        plan = plan_of(Ranks(comm), block_rows=1, prefetch=ahead)
-        for _ in fetch_blocks(plan, own(comm, [table(torch.float32, (2,), 0)]), WalkId(1, 0, "test")):
-            pass
-        return comm.most, comm.under_way, len(plan.schedule.rounds)
-
-    for most, left, rounds in run(work, 4):
-        assert most == min(max(1, ahead), rounds) and left == 0 and rounds > 4
+@pytest.mark.ranks(4)
+def test_no_more_messages_under_way_than_allowed(comm, ahead):
+    comm = Counting(comm)
+    plan = plan_of(Ranks(comm), block_rows=1, prefetch=ahead)
+    list(fetch_blocks(plan, own(comm, [table(torch.float32, (2,), 0)]), WalkId(1, 0, "test")))
+    rounds = len(plan.schedule.rounds)
+    assert comm.most == min(max(1, ahead), rounds) and comm.under_way == 0 and rounds > 4
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_messages_under_way_have_buffers_of_their_own(ahead):
+@pytest.mark.ranks(4)
+def test_messages_under_way_have_buffers_of_their_own(comm, ahead):
     """A transport may read what is sent until the wait; then the buffer is used again."""
-
-    class Watching(RecordingCommunicator):
-        def __init__(self, inner):
-            super().__init__(inner)
-            self.busy, self.seen = [], set()
-
-        def exchange(self, send, to, recv, source, tag, label=""):
-            mine = [t.untyped_storage().data_ptr() for t in (send, recv) if t is not None and t.numel()]
-            assert not set(mine) & {p for other in self.busy for p in other}
-            self.busy.append(mine)
-            self.seen |= set(mine)
-            handle, busy = super().exchange(send, to, recv, source, tag, label), self.busy
-
-            class Waited:
-                def wait(self, timeout=None):
-                    handle.wait(timeout)
-                    busy.remove(mine)
-
-            return Waited()
-
-    def work(inner):
-        comm = Watching(inner)
-        plan = plan_of(Ranks(comm), block_rows=1, prefetch=ahead)
-        list(fetch_blocks(plan, own(comm, [table(torch.float32, (2,), 0)]), WalkId(1, 0, "test")))
-        assert len(comm.seen) <= ahead + 1 + max(1, ahead)
-        comm.seen.clear()
-        returned(comm, plan)
-        assert len(comm.seen) <= 3
-
-    run(work, 4)
+    comm = Counting(comm)
+    plan = plan_of(Ranks(comm), block_rows=1, prefetch=ahead)
+    list(fetch_blocks(plan, own(comm, [table(torch.float32, (2,), 0)]), WalkId(1, 0, "test")))
+    assert len(comm.buffers) <= ahead + 1 + max(1, ahead)
+    comm.buffers.clear()
+    returned(comm, plan)
+    assert len(comm.buffers) <= 3
 
 
-def test_one_round_in_halo_mode_posts_everything():
-    def work(inner):
-        comm = Counting(inner)
-        plan = plan_of(Ranks(comm), mode="halo", block_rows=1)
-        next(rounds := fetch_blocks(plan, own(comm, [table(torch.float32, (2,), 0)]), WalkId(1, 0, "test")))
-        next(rounds)
-        most = comm.most
-        list(rounds)
-        return most, len(plan.schedule.rounds)
-
-    assert all(most == rounds for most, rounds in run(work, 4))
+@pytest.mark.ranks(4)
+def test_one_round_in_halo_mode_posts_everything(comm):
+    comm = Counting(comm)
+    plan = plan_of(Ranks(comm), mode="halo", block_rows=1)
+    next(rounds := fetch_blocks(plan, own(comm, [table(torch.float32, (2,), 0)]), WalkId(1, 0, "test")))
+    next(rounds)
+    assert comm.most == len(plan.schedule.rounds)
+    list(rounds)
 
 
 @pytest.mark.parametrize("options", [{}, {"block_rows": 2}, {"mode": "halo"}], ids=str)
-def test_bytes_on_the_wire(options):
+@pytest.mark.ranks(4)
+def test_bytes_on_the_wire(comm, options):
     """Without tensors of odd alignment: rows times bytes per row, in both directions; nothing for empty pairs."""
     whole = [table(torch.float64, (3,), 0), table(torch.float32, (2, 2), 1), table(torch.int64, (), 2)]
     row_bytes = 3 * 8 + 4 * 4 + 8
+    comm = Ranks(RecordingCommunicator(comm))
+    plan = plan_of(comm, **options)
+    del comm.inner.messages[:]
+    before = comm.bytes_sent
+    list(fetch_blocks(plan, own(comm, whole), WalkId(1, 0, "test")))
+    fetched = comm.bytes_sent - before
+    sent = sum(m.num_bytes for m in comm.inner.messages if m.kind == "send")
+    received = sum(m.num_bytes for m in comm.inner.messages if m.kind == "recv")
+    assert fetched == sent == row_bytes * sum(rows.numel() for rows in plan.send_rows)
+    assert received == row_bytes * plan.num_halo
+    received_from = {m.peer for m in comm.inner.messages if m.kind == "recv"}
+    assert received_from == {b.owner for b in plan.blocks[1:] if b.num_rows}
+    assert all(m.num_bytes for m in comm.inner.messages)
+    assert {m.label for m in comm.inner.messages} <= {f"test, round {k}" for k in range(len(plan.schedule.rounds))}
 
-    def work(inner):
-        comm = Ranks(RecordingCommunicator(inner))
-        plan = plan_of(comm, **options)
+    for wire, width in ((None, 12), (torch.bfloat16, 6)):
+        plan = plan_of(comm, **options, wire_dtype=wire)
         del comm.inner.messages[:]
-        before = comm.bytes_sent
-        list(fetch_blocks(plan, own(comm, whole), WalkId(1, 0, "test")))
-        fetched = comm.bytes_sent - before
-        sent = sum(m.num_bytes for m in comm.inner.messages if m.kind == "send")
-        received = sum(m.num_bytes for m in comm.inner.messages if m.kind == "recv")
-        assert fetched == sent == row_bytes * sum(rows.numel() for rows in plan.send_rows)
-        assert received == row_bytes * plan.num_halo
-        received_from = {m.peer for m in comm.inner.messages if m.kind == "recv"}
-        assert received_from == {b.owner for b in plan.blocks[1:] if b.num_rows}
-        assert all(m.num_bytes for m in comm.inner.messages)
-        assert {m.label for m in comm.inner.messages} <= {f"test, round {k}" for k in range(len(plan.schedule.rounds))}
-
-        for wire, width in ((None, 12), (torch.bfloat16, 6)):
-            plan = plan_of(comm, **options, wire_dtype=wire)
-            del comm.inner.messages[:]
-            into = torch.zeros(SOURCES.num_own(comm.rank), 3)
-            back = GradientReturn(plan, [into], WalkId(1, 1, "back"))
-            for position in range(1, len(plan.blocks)):
-                back.buffers(position)[0].fill_(1 / 3)
-                back.send(position)
-            back.finish()
-            rounds = {f"back, round {k}" for k in range(len(plan.schedule.rounds))}
-            assert {m.label for m in comm.inner.messages} <= rounds
-            sizes = {kind: sum(m.num_bytes for m in comm.inner.messages if m.kind == kind) for kind in ("send", "recv")}
-            assert sizes["send"] == width * plan.num_halo
-            assert sizes["recv"] == width * sum(map(len, plan.send_rows))
-            third = torch.tensor(1 / 3, dtype=wire or torch.float32).float()
-            counts = torch.zeros(len(into)).index_add_(0, torch.cat(plan.send_rows), torch.ones(sizes["recv"] // width))
-            torch.testing.assert_close(into, (counts * third).view(-1, 1).expand_as(into), rtol=1e-6, atol=0)
-
-    run(work, 4)
+        into = torch.zeros(SOURCES.num_own(comm.rank), 3)
+        back = GradientReturn(plan, [into], WalkId(1, 1, "back"))
+        for position in range(1, len(plan.blocks)):
+            back.buffers(position)[0].fill_(1 / 3)
+            back.send(position)
+        back.finish()
+        rounds = {f"back, round {k}" for k in range(len(plan.schedule.rounds))}
+        assert {m.label for m in comm.inner.messages} <= rounds
+        sizes = {kind: sum(m.num_bytes for m in comm.inner.messages if m.kind == kind) for kind in ("send", "recv")}
+        assert sizes["send"] == width * plan.num_halo
+        assert sizes["recv"] == width * sum(map(len, plan.send_rows))
+        third = torch.tensor(1 / 3, dtype=wire or torch.float32).float()
+        counts = torch.zeros(len(into)).index_add_(0, torch.cat(plan.send_rows), torch.ones(sizes["recv"] // width))
+        torch.testing.assert_close(into, (counts * third).view(-1, 1).expand_as(into), rtol=1e-6, atol=0)
 
 
 def test_a_profile_names_the_rounds(monkeypatch):
@@ -248,19 +211,17 @@ def test_a_profile_names_the_rounds(monkeypatch):
     assert all(sorted(found) == sorted([*sends, "compute own block (there)", *blocks, *backs]) for found in names)
 
 
-def test_no_tensors_no_messages():
-    def work(inner):
-        comm = Ranks(RecordingCommunicator(inner))
-        plan = plan_of(comm)
-        del comm.inner.messages[:]
-        steps = [(position, rows) for position, _, rows in fetch_blocks(plan, [], WalkId(1, 0, "test"))]
-        assert steps == [(position, []) for position in range(len(plan.blocks))]
-        back = GradientReturn(plan, [], WalkId(1, 1, "back"))
-        back.send(1)
-        back.finish()
-        assert comm.inner.messages == []
-
-    run(work, 4)
+@pytest.mark.ranks(4)
+def test_no_tensors_no_messages(comm):
+    comm = Ranks(RecordingCommunicator(comm))
+    plan = plan_of(comm)
+    del comm.inner.messages[:]
+    steps = [(position, rows) for position, _, rows in fetch_blocks(plan, [], WalkId(1, 0, "test"))]
+    assert steps == [(position, []) for position in range(len(plan.blocks))]
+    back = GradientReturn(plan, [], WalkId(1, 1, "back"))
+    back.send(1)
+    back.finish()
+    assert comm.inner.messages == []
 
 
 def returned(comm, plan, dtype=torch.float32, pause=False):
@@ -308,13 +269,11 @@ def test_returns_are_added_in_one_order():
         assert all(torch.equal(a, b) for a, b in zip(results, runs[0]))
 
 
-def test_at_most_one_return_is_under_way():
-    def work(inner):
-        comm = Counting(inner)
-        returned(comm, plan_of(Ranks(comm), block_rows=1, prefetch=3))
-        return comm.most, comm.under_way
-
-    assert run(work, 4) == [(1, 0)] * 4
+@pytest.mark.ranks(4)
+def test_at_most_one_return_is_under_way(comm):
+    comm = Counting(comm)
+    returned(comm, plan_of(Ranks(comm), block_rows=1, prefetch=3))
+    assert (comm.most, comm.under_way) == (1, 0)
 
 
 def test_packing_keeps_every_tensor_aligned():

@@ -1,23 +1,17 @@
 """Rows through shared memory: the numbers of messages to the bit, tokens instead of rows, memory used again."""
 
-from __future__ import annotations
-
 from time import sleep
 
 import pytest
 import torch
 
-from shardpass.backends.recording import RecordingCommunicator
-from shardpass.core.exchange.halo import build_halo_plan
-from shardpass.core.exchange.tokens import WalkId
-from shardpass.core.exchange.walk import GradientReturn, fetch_blocks
-from shardpass.core.exchange.windows import WindowPool, take_window
-from shardpass.core.ranks import Ranks
-from shardpass.core.ranks.options import Options
-from shardpass.core.sharding import PlacedRows
-from shardpass.core.sharding.ownership import Ownership
+from shardpass.backends import RecordingCommunicator
+from shardpass.core.exchange import GradientReturn, WalkId, WindowPool, build_halo_plan, fetch_blocks
+from shardpass.core.exchange.windows import take_window
+from shardpass.core.ranks import Options, Ranks
+from shardpass.core.sharding import Ownership, PlacedRows
 from shardpass.errors import CommunicationError, DivergenceError
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 SOURCES = Ownership.from_counts([5, 0, 7, 3])
 IDS = [[0, 6, 11, 14, 6], [1, 4, 5, 12, 13, 2, 3], [], [0, 7, 8, 9, 10]]  # what each rank needs
@@ -74,16 +68,14 @@ def walks(comm, plan, calls, slow=None):
 
 @pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_the_numbers_of_messages_to_the_bit(options, hosts):
-    def work(comm):
-        by_message = walks(comm, plan_of(comm, **options), (1, 2, 3))
-        plan = plan_of(sharing(comm, hosts), **options)
-        shared = walks(comm, plan, (4, 1, 2, 3), slow=2)[-len(by_message) :]
-        assert plan.shared is not None and not comm.caches.of(WindowPool).refused
-        assert len(comm.caches.of(WindowPool).windows) == 2, "rows and gradients at a time"
-        assert all(torch.equal(a, b) for a, b in zip(by_message, shared, strict=True))
-
-    run(work, 4)
+@pytest.mark.ranks(4)
+def test_the_numbers_of_messages_to_the_bit(comm, options, hosts):
+    by_message = walks(comm, plan_of(comm, **options), (1, 2, 3))
+    plan = plan_of(sharing(comm, hosts), **options)
+    shared = walks(comm, plan, (4, 1, 2, 3), slow=2)[-len(by_message) :]
+    assert plan.shared is not None and not comm.caches.of(WindowPool).refused
+    assert len(comm.caches.of(WindowPool).windows) == 2, "rows and gradients at a time"
+    assert all(torch.equal(a, b) for a, b in zip(by_message, shared, strict=True))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -122,40 +114,38 @@ def payload(comm, plan):
     return comm.bytes_sent - before
 
 
-def test_tokens_instead_of_rows():
-    def work(inner):
-        comm = Ranks(RecordingCommunicator(sharing(inner)))
-        assert payload(comm, plan_of(comm, share_memory=False)) == sum(400 * len(rows) for rows in IDS_OF[comm.rank])
-        plan = plan_of(comm)
-        del comm.inner.messages[:]
-        payload(comm, plan)
-        assert [m.kind for m in comm.inner.messages] == ["share", "barrier"], "no rows, and no notices"
-        assert comm.inner.messages[1].label.endswith(" in shared memory (float32 [100]): test"), "what an error says"
-        del comm.inner.messages[:]
-        payload(comm, plan)
-        read = "test: shared memory has been read"
-        assert [m.label for m in comm.inner.messages if m.label == read] == [read], "nothing is written while they read"
-        comm.barrier("any")
-        del comm.inner.messages[:]
-        payload(comm, plan)
-        assert [m.kind for m in comm.inner.messages] == ["barrier"], "they have read before the last collective"
-        del comm.inner.messages[:]
-        peers = sum(len(rows) > 0 for rows in plan.send_rows)
-        owners = sum(block.num_rows > 0 for block in plan.blocks[1:])
-        back = GradientReturn(plan, [torch.zeros(SOURCES.num_own(comm.rank), 100)], WalkId(2, 0, "back"))
-        for position in range(1, len(plan.blocks)):
-            back.buffers(position)
-            back.send(position)
-        back.finish()
-        awaited = [m.peer for m in comm.inner.messages if m.kind == "recv" and m.label.endswith("has read")]
-        assert sorted(awaited) == sorted(block.owner for block in plan.blocks[1:] if block.num_rows)
-        sent = [m for m in comm.inner.messages if m.kind == "send"]
-        assert all(m.num_bytes == 4 for m in sent)
-        returned = [m.label for m in sent]
-        assert len(returned) == peers + owners, "none where nothing returns"
-        assert sum(label == f"back, rank {comm.rank} has read" for label in returned) == peers
-
-    run(work, 4)
+@pytest.mark.ranks(4)
+def test_tokens_instead_of_rows(comm):
+    comm = Ranks(RecordingCommunicator(sharing(comm)))
+    assert payload(comm, plan_of(comm, share_memory=False)) == sum(400 * len(rows) for rows in IDS_OF[comm.rank])
+    plan = plan_of(comm)
+    del comm.inner.messages[:]
+    payload(comm, plan)
+    assert [m.kind for m in comm.inner.messages] == ["share", "barrier"], "no rows, and no notices"
+    assert comm.inner.messages[1].label.endswith(" in shared memory (float32 [100]): test"), "what an error says"
+    del comm.inner.messages[:]
+    payload(comm, plan)
+    read = "test: shared memory has been read"
+    assert [m.label for m in comm.inner.messages if m.label == read] == [read], "nothing is written while they read"
+    comm.barrier("any")
+    del comm.inner.messages[:]
+    payload(comm, plan)
+    assert [m.kind for m in comm.inner.messages] == ["barrier"], "they have read before the last collective"
+    del comm.inner.messages[:]
+    peers = sum(len(rows) > 0 for rows in plan.send_rows)
+    owners = sum(block.num_rows > 0 for block in plan.blocks[1:])
+    back = GradientReturn(plan, [torch.zeros(SOURCES.num_own(comm.rank), 100)], WalkId(2, 0, "back"))
+    for position in range(1, len(plan.blocks)):
+        back.buffers(position)
+        back.send(position)
+    back.finish()
+    awaited = [m.peer for m in comm.inner.messages if m.kind == "recv" and m.label.endswith("has read")]
+    assert sorted(awaited) == sorted(block.owner for block in plan.blocks[1:] if block.num_rows)
+    sent = [m for m in comm.inner.messages if m.kind == "send"]
+    assert all(m.num_bytes == 4 for m in sent)
+    returned = [m.label for m in sent]
+    assert len(returned) == peers + owners, "none where nothing returns"
+    assert sum(label == f"back, rank {comm.rank} has read" for label in returned) == peers
 
 
 @pytest.mark.parametrize("hosts", [*HOSTS.values(), (0, 1, 2, 3)], ids=[*HOSTS, "four hosts"])
@@ -214,55 +204,48 @@ IDS_OF = [[[i for i in set(IDS[p]) if SOURCES.offsets[q] <= i < SOURCES.offsets[
 
 
 @pytest.mark.parametrize("options", [{"share_memory": False}, {}], ids=str)
-def test_communicators_that_share_nothing(options):
+@pytest.mark.ranks(4)
+def test_communicators_that_share_nothing(comm, options):
     """Threads, and everybody on request: messages, and not one collective more."""
-
-    def work(inner):
-        inner = inner if not options else sharing(inner)
-        comm = Ranks(RecordingCommunicator(inner))
-        assert plan_of(comm, **options).shared is None
-        assert [m.label for m in comm.inner.messages] == ["halo plan: needed rows", "halo plan"]
-
-    run(work, 4)
+    comm = comm if not options else sharing(comm)
+    comm = Ranks(RecordingCommunicator(comm))
+    assert plan_of(comm, **options).shared is None
+    assert [m.label for m in comm.inner.messages] == ["halo plan: needed rows", "halo plan"]
 
 
-def test_no_memory_on_one_rank_means_messages_on_all():
-    def work(inner):
-        comm = Ranks(RecordingCommunicator(sharing(inner)))
-        plan = plan_of(comm)
-        inner.share = lambda num_bytes, label: inner.barrier(label)
-        assert payload(comm, plan) == sum(400 * len(rows) for rows in IDS_OF[comm.rank])
-        assert comm.caches.of(WindowPool).refused and comm.caches.of(WindowPool).windows == []
-        del comm.inner.messages[:]
-        payload(comm, plan)
-        assert all(m.kind != "share" for m in comm.inner.messages), "asked once"
-
-    run(work, 4)
+@pytest.mark.ranks(4)
+def test_no_memory_on_one_rank_means_messages_on_all(comm):
+    comm = Ranks(RecordingCommunicator(sharing(comm)))
+    plan = plan_of(comm)
+    comm.share = lambda num_bytes, label: comm.barrier(label)
+    assert payload(comm, plan) == sum(400 * len(rows) for rows in IDS_OF[comm.rank])
+    assert comm.caches.of(WindowPool).refused and comm.caches.of(WindowPool).windows == []
+    del comm.inner.messages[:]
+    payload(comm, plan)
+    assert all(m.kind != "share" for m in comm.inner.messages), "asked once"
 
 
-def test_memory_is_used_again_and_grows():
-    def work(comm):
-        sharing(comm)
-        sizes = [[0, 10, 20, 30], [0, 10, 20, 30], [5, 5, 5, 5], [1, 1, 1, 1]]
-        found = []
-        for call, wanted in enumerate(sizes, start=1):
-            window = take_window(comm, wanted, call, "test")
-            found.append(window)
-            assert [len(window.memory[rank]) for rank in range(4)] == list(window.sizes)
-            window.give_back()
-        assert found[0] is found[1] is not found[2] is found[3]
-        assert found[2].sizes == (5, 10, 20, 30) and found[1].memory == {}
-        first, second = (take_window(comm, [1] * 4, 9, "test") for _ in range(2))
-        assert first is found[3] and second is not first and second.sizes == (1, 1, 1, 1)
-        second.give_back()
-        first.give_back()
-        assert take_window(comm, [1] * 4, 9, "test") is second, "the smallest that does"
-        left = take_window(comm, [1] * 4, 9, "test")
-        assert left is first
-        assert take_window(comm, [1] * 4, 10, "test") not in (first, second), "call 9 has left them"
-        assert take_window(comm, [0] * 4, 10, "test") is None
-
-    run(work, 4)
+@pytest.mark.ranks(4)
+def test_memory_is_used_again_and_grows(comm):
+    sharing(comm)
+    sizes = [[0, 10, 20, 30], [0, 10, 20, 30], [5, 5, 5, 5], [1, 1, 1, 1]]
+    found = []
+    for call, wanted in enumerate(sizes, start=1):
+        window = take_window(comm, wanted, call, "test")
+        found.append(window)
+        assert [len(window.memory[rank]) for rank in range(4)] == list(window.sizes)
+        window.give_back()
+    assert found[0] is found[1] is not found[2] is found[3]
+    assert found[2].sizes == (5, 10, 20, 30) and found[1].memory == {}
+    first, second = (take_window(comm, [1] * 4, 9, "test") for _ in range(2))
+    assert first is found[3] and second is not first and second.sizes == (1, 1, 1, 1)
+    second.give_back()
+    first.give_back()
+    assert take_window(comm, [1] * 4, 9, "test") is second, "the smallest that does"
+    left = take_window(comm, [1] * 4, 9, "test")
+    assert left is first
+    assert take_window(comm, [1] * 4, 10, "test") not in (first, second), "call 9 has left them"
+    assert take_window(comm, [0] * 4, 10, "test") is None
 
 
 def test_ranks_in_different_calls_are_told():

@@ -1,7 +1,5 @@
 """Small programs: those that treat rows of nodes and edges one by one pass, those that mix them are refused."""
 
-from __future__ import annotations
-
 import math  # noqa: F401  (the programs use it)
 
 import pytest

@@ -1,7 +1,5 @@
 """The table of operations agrees with a trial by values on many numbers of rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

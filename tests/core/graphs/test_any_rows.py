@@ -1,7 +1,5 @@
 """`rows` and `node_ids`: rows of any nodes by their ids, with exact gradients, in models too."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -62,32 +60,27 @@ def test_rows_and_gradients_are_those_of_the_whole_graph(ranks, how):
             torch.testing.assert_close(grad, x.grad[ids], rtol=0, atol=1e-13)
 
 
-def test_types_dtypes_and_shapes():
+@pytest.mark.ranks(3)
+def test_types_dtypes_and_shapes(comm):
     whole = awkward_hetero_graph()
-
-    def work(comm):
-        graph = shard_hetero_in_memory(whole, hetero_assignments(whole, 3)["types apart"], comm)
-        for kind, count in whole.num_nodes.items():
-            ids, own = asked(comm.rank, count).to(torch.int32), graph.node_ids_dict[kind]
-            for rows in (torch.arange(count), torch.rand(count, 2, 3).bfloat16(), torch.arange(count) % 2 == 0):
-                rows = comm.all_gather(rows)[0]
-                assert torch.equal(sp.rows(graph, rows[own], ids, kind), rows[ids.long()])
-            pair = sp.node_ids(graph, ids, kind), sp.node_ids(graph, ids, kind)
-            assert torch.equal(graph[kind].x[pair[1]], whole.node[kind]["x"][ids.long()])
-        with pytest.raises(ValueError, match="node_type=None; expected one of"):
-            sp.rows(graph, graph["paper"].x, asked(comm.rank, 2))
-
-    run(work, 3)
+    graph = shard_hetero_in_memory(whole, hetero_assignments(whole, 3)["types apart"], comm)
+    for kind, count in whole.num_nodes.items():
+        ids, own = asked(comm.rank, count).to(torch.int32), graph.node_ids_dict[kind]
+        for rows in (torch.arange(count), torch.rand(count, 2, 3).bfloat16(), torch.arange(count) % 2 == 0):
+            rows = comm.all_gather(rows)[0]
+            assert torch.equal(sp.rows(graph, rows[own], ids, kind), rows[ids.long()])
+        pair = sp.node_ids(graph, ids, kind), sp.node_ids(graph, ids, kind)
+        assert torch.equal(graph[kind].x[pair[1]], whole.node[kind]["x"][ids.long()])
+    with pytest.raises(ValueError, match="node_type=None; expected one of"):
+        sp.rows(graph, graph["paper"].x, asked(comm.rank, 2))
 
 
-def test_float32_rows_travel_in_the_dtype_of_the_options():
-    def work(comm):
-        graph = shard_in_memory(GRAPH, torch.arange(N) % 2, comm, Options(wire_dtype=torch.bfloat16))
-        return sp.rows(graph, graph.x.float(), torch.arange(N))
-
-    for found in run(work, 2):
-        expected = GRAPH.node["x"].float()
-        assert not torch.equal(found, expected) and torch.allclose(found, expected, rtol=1e-2)
+@pytest.mark.ranks(2)
+def test_float32_rows_travel_in_the_dtype_of_the_options(comm):
+    graph = shard_in_memory(GRAPH, torch.arange(N) % 2, comm, Options(wire_dtype=torch.bfloat16))
+    found = sp.rows(graph, graph.x.float(), torch.arange(N))
+    expected = GRAPH.node["x"].float()
+    assert not torch.equal(found, expected) and torch.allclose(found, expected, rtol=1e-2)
 
 
 WRONG = {
@@ -105,14 +98,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize("words", WRONG)
-def test_what_one_rank_does_wrong_is_raised_on_all(words):
-    def work(comm):
-        graph = shard_in_memory(GRAPH, torch.arange(N) % 2, comm)
-        given = WRONG[words](graph) if comm.rank == 1 else (graph.x, torch.tensor([0]))
-        with pytest.raises(ValueError, match=rf"{words}.*\(found on rank 1\)"):
-            sp.rows(graph, *given)
-
-    run(work, 2)
+@pytest.mark.ranks(2)
+def test_what_one_rank_does_wrong_is_raised_on_all(comm, words):
+    graph = shard_in_memory(GRAPH, torch.arange(N) % 2, comm)
+    given = WRONG[words](graph) if comm.rank == 1 else (graph.x, torch.tensor([0]))
+    with pytest.raises(ValueError, match=rf"{words}.*\(found on rank 1\)"):
+        sp.rows(graph, *given)
 
 
 def test_what_node_ids_refuses():
@@ -196,11 +187,8 @@ def test_what_models_do_with_fetched_rows_passes(name):
 
 
 @pytest.mark.parametrize("name", MIXES)
-def test_what_mixes_fetched_rows_is_refused(name):
+@pytest.mark.ranks(3)
+def test_what_mixes_fetched_rows_is_refused(comm, name):
     what, words = MIXES[name]
-
-    def work(comm):
-        with pytest.raises(RefusedError, match=rf"test_any_rows.py:\d+: .*{words}"):
-            called(what, comm)
-
-    run(work, 3)
+    with pytest.raises(RefusedError, match=rf"test_any_rows.py:\d+: .*{words}"):
+        called(what, comm)

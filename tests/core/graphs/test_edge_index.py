@@ -1,7 +1,5 @@
 """The stand-in for edge_index: what structural code needs works; whatever would answer for one rank only is refused."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings
@@ -11,13 +9,13 @@ import pytest
 import torch
 from torch.overrides import get_overridable_functions
 
-from shardpass.backends.local import LocalCommunicator
-from shardpass.core.graphs.edge_index import ShardedEdgeIndex, SourceRows
+from shardpass.backends import LocalCommunicator
+from shardpass.core.graphs import ShardedEdgeIndex
+from shardpass.core.graphs.edge_index import SourceRows
 from shardpass.core.ranks import Ranks
-from shardpass.core.sharding.derived import DerivedShards
+from shardpass.core.sharding import DerivedShards
 from shardpass.errors import RefusedError
-from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
-from shardpass.testing.run import run
+from shardpass.testing import assignments, awkward_graph, run, shard_in_memory
 
 GRAPH = awkward_graph()
 RANKS = 3

@@ -1,18 +1,14 @@
 """A rank's share of a graph: what it answers, what it refuses in words, and gathering rows in the original order."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
-from shardpass.core.exchange.halo import node_set
-from shardpass.core.graphs import gather
-from shardpass.core.graphs.relation import OwnFields
-from shardpass.core.ranks.options import Options
+from shardpass.core.exchange import node_set
+from shardpass.core.graphs import OwnFields, gather
+from shardpass.core.ranks import Options
 from shardpass.core.sharding import NODE
 from shardpass.errors import RefusedError
-from shardpass.testing.graphs import WholeGraph, assignments, awkward_graph, shard_in_memory
-from shardpass.testing.run import run
+from shardpass.testing import WholeGraph, assignments, awkward_graph, run, shard_in_memory
 
 GRAPH = awkward_graph()
 

@@ -1,17 +1,15 @@
 """A graph of several types from a store: every field of every type comes back, and what is missing is told."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 pytest.importorskip("safetensors")
 
 import shardpass as sp
-from shardpass.core.exchange.transfer import halo_fetch
-from shardpass.core.graphs.hetero_graph import ShardedHeteroGraph
+from shardpass.core.exchange import halo_fetch
+from shardpass.core.graphs import ShardedHeteroGraph
 from shardpass.errors import RefusedError
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 WRITES, CITES, IN = ("author", "writes", "paper"), ("paper", "cites", "paper"), ("paper", "in", "venue")
 COUNTS = {"paper": 11, "author": 5, "venue": 1, "editor": 0}

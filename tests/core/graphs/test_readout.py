@@ -1,18 +1,16 @@
 """Reductions, moments and rows of all ranks against the same on the rows in one place."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from shardpass.core.graphs.readout import all_rows, reduce_rows
-from shardpass.core.ranks.autograd_order import chained
-from shardpass.core.training.statistics import row_moments, shifted, total_rows
+from shardpass.core.graphs import all_rows, reduce_rows
+from shardpass.core.ranks import chained
+from shardpass.core.training import row_moments, shifted, total_rows
 from shardpass.errors import DivergenceError, RefusedError
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 ON_THE_WHOLE = {
     "sum": lambda rows, base: rows.sum(0),
@@ -51,33 +49,26 @@ def test_any_split_gives_value_and_gradient_of_the_whole(split, op, seed):
     torch.testing.assert_close(torch.cat([grad for _, grad in results]), whole.grad, rtol=0, atol=1e-12)
 
 
-def test_only_some_ranks_want_gradients():
-    def work(comm):
-        own = torch.ones(2, 3, requires_grad=comm.rank == 1)
-        out = reduce_rows(own, "sum", comm)
-        assert out.requires_grad, "on every rank, so that all take part in backward"
-        out.sum().backward()
-        return own.grad
-
-    first, second = run(work, 2)
-    assert first is None and torch.equal(second, torch.full((2, 3), 2.0))
+@pytest.mark.ranks(2)
+def test_only_some_ranks_want_gradients(comm):
+    own = torch.ones(2, 3, requires_grad=comm.rank == 1)
+    out = reduce_rows(own, "sum", comm)
+    assert out.requires_grad, "on every rank, so that all take part in backward"
+    out.sum().backward()
+    assert own.grad is None if comm.rank == 0 else torch.equal(own.grad, torch.full((2, 3), 2.0))
 
 
-def test_integers_are_added_and_nothing_else():
-    def work(comm):
-        assert reduce_rows(torch.full((3,), 2**40), "sum", comm).item() == 6 * 2**40
-        with pytest.raises(RefusedError, match="the min of integers"):
-            reduce_rows(torch.arange(3), "min", comm)
-
-    run(work, 2)
+@pytest.mark.ranks(2)
+def test_integers_are_added_and_nothing_else(comm):
+    assert reduce_rows(torch.full((3,), 2**40), "sum", comm).item() == 6 * 2**40
+    with pytest.raises(RefusedError, match="the min of integers"):
+        reduce_rows(torch.arange(3), "min", comm)
 
 
-def test_rows_of_different_kinds_are_told():
-    def work(comm):
-        with pytest.raises(DivergenceError):
-            reduce_rows(torch.ones(2, 3 + comm.rank), "sum", comm)
-
-    run(work, 2)
+@pytest.mark.ranks(2)
+def test_rows_of_different_kinds_are_told(comm):
+    with pytest.raises(DivergenceError):
+        reduce_rows(torch.ones(2, 3 + comm.rank), "sum", comm)
 
 
 @pytest.mark.parametrize("split", [[5], [2, 3], [0, 4, 1]], ids=str)
@@ -125,10 +116,8 @@ def test_recomputation_and_double_backward():
     run(work, 2)
 
 
-def test_no_communication_in_backward_without_gradients():
-    def work(comm):
-        with torch.no_grad():
-            assert not reduce_rows(torch.ones(2, 1, requires_grad=True), "sum", comm).requires_grad
-        assert not reduce_rows(torch.ones(2, 1), "max", comm).requires_grad
-
-    run(work, 2)
+@pytest.mark.ranks(2)
+def test_no_communication_in_backward_without_gradients(comm):
+    with torch.no_grad():
+        assert not reduce_rows(torch.ones(2, 1, requires_grad=True), "sum", comm).requires_grad
+    assert not reduce_rows(torch.ones(2, 1), "max", comm).requires_grad

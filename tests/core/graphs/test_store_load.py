@@ -1,7 +1,5 @@
 """From a graph to a store to every rank's share, and back: nothing lost, nothing altered, failures told to all."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest
@@ -10,9 +8,9 @@ import torch
 pytest.importorskip("safetensors")
 
 import shardpass as sp
-from shardpass.core.exchange.transfer import halo_fetch
+from shardpass.core.exchange import halo_fetch
 from shardpass.errors import DivergenceError, PeerFailure, StoreError
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 PARTS = 4
 NUM_NODES = 23

@@ -1,16 +1,12 @@
 """Several relations as one edge list: the right edges, made once, refused where they do not fit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
-from shardpass.core.exchange.transfer import halo_fetch
-from shardpass.core.graphs.edge_index import ShardedEdgeIndex
-from shardpass.core.graphs.union import Piece, union
+from shardpass.core.exchange import halo_fetch
+from shardpass.core.graphs import Piece, ShardedEdgeIndex, union
 from shardpass.errors import RefusedError
-from shardpass.testing.hetero import awkward_hetero_graph, hetero_assignments, shard_hetero_in_memory
-from shardpass.testing.run import run
+from shardpass.testing import awkward_hetero_graph, hetero_assignments, run, shard_hetero_in_memory
 
 GRAPH = awkward_hetero_graph()
 KINDS = list(GRAPH.edges)

@@ -1,7 +1,5 @@
 """Rows that are computed block by block are the rows that torch computes at once, whatever is done with them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

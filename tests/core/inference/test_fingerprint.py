@@ -1,7 +1,5 @@
 """The fingerprint of a model: the same text for the same numbers, another for whatever changes a result."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -10,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardpass.backends.local import LocalCommunicator
+from shardpass.backends import LocalCommunicator
 from shardpass.core.inference.fingerprint import argument_lines, model_lines
 from shardpass.core.ranks import Ranks
 from shardpass.testing import awkward_graph, shard_in_memory

@@ -1,14 +1,12 @@
 """The journal of a forward: what every rank has is read, the rest is computed, and another run begins anew."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
 import pytest
 import torch
 
-from shardpass.backends.recording import RecordingCommunicator
+from shardpass.backends import RecordingCommunicator
 from shardpass.core.inference.journal import Journal
 from shardpass.core.ranks import Ranks
 from shardpass.errors import RefusedError

@@ -1,7 +1,5 @@
 """Numba's loop over the steps of a formula, against torch."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

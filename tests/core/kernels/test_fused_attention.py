@@ -1,20 +1,16 @@
 """The loops that do an attention in closed form at once, against the steps in plain torch."""
 
-from __future__ import annotations
-
 import copy
 from typing import NamedTuple
 
 import pytest
 import torch
 
+from shardpass.core.kernels import ClosedScores, Outer, RowRun, ScoreGradients, SoftmaxState, cpu_loops, fused
 from shardpass.core.kernels import attention as steps
-from shardpass.core.kernels import cpu_loops, fused
 from shardpass.core.kernels import scores as score_steps
-from shardpass.core.kernels.runs import ClosedScores, Outer, RowRun, ScoreGradients, SoftmaxState
-from shardpass.core.ranks.random import dropout_factors
-from shardpass.core.sharding.shard import Block, build_shards, cut
-from shardpass.core.sharding.transposes import Transposes
+from shardpass.core.ranks import dropout_factors
+from shardpass.core.sharding import Block, Transposes, build_shards, cut
 from shardpass.core.tracing import AdditiveScore, DotScore, MixedScore
 
 

@@ -1,7 +1,5 @@
 """Which tensors go to Triton's kernels, and that nothing else does."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from functools import partial
@@ -10,8 +8,7 @@ import pytest
 import torch
 
 from shardpass.core import kernels
-from shardpass.core.kernels import gpu
-from shardpass.core.kernels.optional import optional_module
+from shardpass.core.kernels import gpu, optional_module
 
 FINDERS = [partial(gpu.triton_for, what) for what in ("sums", "extremum", "attention")]
 

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shardpass.core.kernels.optional import optional_module
+from shardpass.core.kernels import optional_module
 
 HALF_MADE = "import a_package_that_is_not_installed\nTHE_END = True\n"
 

@@ -1,7 +1,5 @@
 """Getting numba ready pauses Python's collector, and leaves it as it was."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

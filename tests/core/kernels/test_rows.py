@@ -1,7 +1,5 @@
 """Rows of nodes for edges, and back: the compiled loops against plain torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

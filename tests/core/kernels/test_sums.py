@@ -1,14 +1,11 @@
 """The fused kernels against the definition of right."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from shardpass.core import kernels
 from shardpass.core.kernels import cpu, reference
-from shardpass.core.sharding.shard import Block, Shard, build_shards
-from shardpass.core.sharding.transposes import Transposes
+from shardpass.core.sharding import Block, Shard, Transposes, build_shards
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 TAILS = [(1,), (3,), (16,), (100,), (2, 3), (4, 1)]

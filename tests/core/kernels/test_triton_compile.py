@@ -3,8 +3,6 @@
 None adds atomically, so that every run gives the same bits.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

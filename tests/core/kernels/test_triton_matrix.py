@@ -4,8 +4,6 @@ The interpreter runs them, or a GPU where there is one. Numbers of heads and of 
 each. By default each kernel and dtype meets two of the shapes, in turn; `long` has them all.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from typing import NamedTuple
 
@@ -14,9 +12,8 @@ import torch
 
 from shardpass.core import kernels
 from shardpass.core.kernels import ClosedScores, Outer, RowRun, ScoreGradients, SoftmaxState, fused
-from shardpass.core.ranks.random import dropout_factors
-from shardpass.core.sharding.shard import Block, Chunk, Shard, build_shards
-from shardpass.core.sharding.transposes import Transposes
+from shardpass.core.ranks import dropout_factors
+from shardpass.core.sharding import Block, Chunk, Shard, Transposes, build_shards
 from shardpass.core.tracing import REDUCERS, AdditiveScore, Base, DotScore, MixedScore
 from shardpass.errors import RefusedError
 

@@ -1,7 +1,5 @@
 """Offloaded saved tensors: the same bits, in a file that goes with the graph."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

@@ -1,7 +1,5 @@
 """Activations computed again in backward: the same bits as torch keeps, or a refusal in words."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardpass.backends.communicator import Communicator
-from shardpass.core.memory.recompute import recomputed_activations
-from shardpass.core.training.norm import DistributedBatchNorm
-from shardpass.testing.live_bytes import LiveBytes
-from shardpass.testing.run import run
+from shardpass.backends import Communicator
+from shardpass.core.memory import recomputed_activations
+from shardpass.core.training import DistributedBatchNorm
+from shardpass.testing import LiveBytes, run
 
 ROWS, WIDTH = 300, 32
 
@@ -141,77 +138,66 @@ def test_autocast_is_as_in_forward() -> None:
     assert all(run(work, 1)[0])
 
 
-def test_an_activation_that_a_loss_uses() -> None:
-    def work(comm: Communicator) -> None:
-        net, x = Block(BODIES["relu"], comm, times=1), torch.randn(ROWS, WIDTH)
-        found = []
-        for active in (False, True):
-            with recomputed_activations(comm, x, active):
-                a = net(x)
-                out = net.lin(a)
-            loss = (out.square() + a.square()).sum()
-            found.append(torch.autograd.grad(loss, list(net.lin.parameters())))
-        assert all(torch.equal(a, b) for a, b in zip(*found))
-
-    run(work, 1)
+@pytest.mark.ranks(1)
+def test_an_activation_that_a_loss_uses(comm):
+    net, x = Block(BODIES["relu"], comm, times=1), torch.randn(ROWS, WIDTH)
+    found = []
+    for active in (False, True):
+        with recomputed_activations(comm, x, active):
+            a = net(x)
+            out = net.lin(a)
+        loss = (out.square() + a.square()).sum()
+        found.append(torch.autograd.grad(loss, list(net.lin.parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
-def test_a_kept_tensor_that_was_changed_is_an_error() -> None:
-    def work(comm: Communicator) -> None:
-        net, x = Block(BODIES["relu"], comm), torch.randn(ROWS, WIDTH)
-        with recomputed_activations(comm, x):
-            h = net.lin(x)
-            out = net.lin(F.relu(net.norm(h)))
-        h.detach().add_(1)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            out.sum().backward()
-
-    run(work, 1)
+@pytest.mark.ranks(1)
+def test_a_kept_tensor_that_was_changed_is_an_error(comm):
+    net, x = Block(BODIES["relu"], comm), torch.randn(ROWS, WIDTH)
+    with recomputed_activations(comm, x):
+        h = net.lin(x)
+        out = net.lin(F.relu(net.norm(h)))
+    h.detach().add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
 
 
-def test_a_recomputed_activation_may_be_changed() -> None:
-    def work(comm: Communicator) -> None:
-        net, x = Block(BODIES["relu"], comm), torch.randn(ROWS, WIDTH)
-        found = []
-        for active in (False, True):
-            with recomputed_activations(comm, x, active):
-                a = F.relu(net.norm(net.lin(x)))
-                out = net.lin(a)
-            if active:
-                a.detach().zero_()
-            found.append(torch.autograd.grad(out.square().sum(), list(net.lin.parameters())))
-        assert all(torch.equal(a, b) for a, b in zip(*found))
-
-    run(work, 1)
+@pytest.mark.ranks(1)
+def test_a_recomputed_activation_may_be_changed(comm):
+    net, x = Block(BODIES["relu"], comm), torch.randn(ROWS, WIDTH)
+    found = []
+    for active in (False, True):
+        with recomputed_activations(comm, x, active):
+            a = F.relu(net.norm(net.lin(x)))
+            out = net.lin(a)
+        if active:
+            a.detach().zero_()
+        found.append(torch.autograd.grad(out.square().sum(), list(net.lin.parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
-def test_it_stands_back() -> None:
+@pytest.mark.ranks(1)
+def test_it_stands_back(comm):
     """Without gradients, and where hooks of the caller's own decide."""
-
-    def work(comm: Communicator) -> None:
-        x = torch.randn(3, WIDTH)
-        with torch.no_grad(), recomputed_activations(comm, x):
-            assert comm.notes is None
-        with torch.autograd.graph.save_on_cpu(), recomputed_activations(comm, x):
-            assert comm.notes is None
-        with pytest.raises(ZeroDivisionError), recomputed_activations(comm, x):
-            assert comm.notes is not None
-            raise ZeroDivisionError
+    x = torch.randn(3, WIDTH)
+    with torch.no_grad(), recomputed_activations(comm, x):
         assert comm.notes is None
-
-    run(work, 1)
+    with torch.autograd.graph.save_on_cpu(), recomputed_activations(comm, x):
+        assert comm.notes is None
+    with pytest.raises(ZeroDivisionError), recomputed_activations(comm, x):
+        assert comm.notes is not None
+        raise ZeroDivisionError
+    assert comm.notes is None
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_norm_makes_nothing_large_besides_its_result(ranks: int) -> None:
-    def work(comm: Communicator) -> None:
-        rows, full = torch.randn(20000, 64, requires_grad=True), 20000 * 64 * 4
-        norm, grad = DistributedBatchNorm(64, comm), torch.randn(20000, 64)
-        with LiveBytes() as forward:
-            out = norm(rows)
-        with LiveBytes() as backward:
-            out.backward(grad)
-        assert forward.peak < (2 if comm.size > 1 else 1) * full + 3e6  # chunks are views of the input
-        assert backward.peak < (3 if comm.size > 1 else 1) * full + 3e6
-
-    run(work, ranks)
+@pytest.mark.ranks
+def test_norm_makes_nothing_large_besides_its_result(comm, ranks):
+    rows, full = torch.randn(20000, 64, requires_grad=True), 20000 * 64 * 4
+    norm, grad = DistributedBatchNorm(64, comm), torch.randn(20000, 64)
+    with LiveBytes() as forward:
+        out = norm(rows)
+    with LiveBytes() as backward:
+        out.backward(grad)
+    assert forward.peak < (2 if comm.size > 1 else 1) * full + 3e6  # chunks are views of the input
+    assert backward.peak < (3 if comm.size > 1 else 1) * full + 3e6

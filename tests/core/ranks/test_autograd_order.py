@@ -1,14 +1,12 @@
 """The order token: backward visits the same collective calls on every rank."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from shardpass.core.ranks.autograd_order import all_reduce_sum, begin_call, chained, drop_chain, end_chain, start_chain
+from shardpass.core.ranks import all_reduce_sum, begin_call, chained, drop_chain, end_chain, start_chain
 from shardpass.errors import RefusedError
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -53,134 +51,116 @@ def test_losses_that_reach_different_calls(ranks, recompute):
         torch.testing.assert_close(grad, torch.full_like(grad, expected))
 
 
-def test_a_rank_whose_forward_returns_a_constant_still_answers():
-    def body(comm):
-        x = torch.ones(2, requires_grad=True)
+@pytest.mark.ranks(2)
+def test_a_rank_whose_forward_returns_a_constant_still_answers(comm):
+    x = torch.ones(2, requires_grad=True)
 
-        def forward(x):
-            y = all_reduce_sum(x, comm)
-            return y if comm.rank == 0 else torch.zeros(2)
+    def forward(x):
+        y = all_reduce_sum(x, comm)
+        return y if comm.rank == 0 else torch.zeros(2)
 
-        output = chained(comm, forward, x)
+    output = chained(comm, forward, x)
+    output.sum().backward()
+    assert x.grad.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.ranks(2)
+def test_nested_structures_are_tied_and_may_be_changed_in_place(comm):
+    x = torch.ones(2, requires_grad=True)
+
+    def forward(x):
+        y = all_reduce_sum(x, comm)
+        return {"a": (x * 2, [y]), "b": torch.tensor([1, 2]), "c": "text", "d": (x * 3).detach(), "e": None}
+
+    output = chained(comm, forward, x)
+    assert output["c"] == "text" and output["e"] is None and output["b"].dtype == torch.int64
+    assert not output["d"].requires_grad
+    output["a"][0].add_(1)
+    output["a"][0][:1] *= 2
+    torch.relu_(output["a"][0])
+    assert output["a"][0].tolist() == [6.0, 3.0]
+    output["a"][0].sum().backward()
+    assert x.grad.tolist() == [4.0, 2.0]
+
+
+@pytest.mark.ranks(1)
+def test_the_alias_still_finds_changes_of_saved_tensors(comm):
+    x = torch.ones(2, requires_grad=True)
+
+    def forward(x):
+        return all_reduce_sum(x, comm).exp()  # exp saves its result
+
+    output = chained(comm, forward, x)
+    output.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
-        return x.grad.tolist()
-
-    assert run(body, 2) == [[1.0, 1.0]] * 2
-
-
-def test_nested_structures_are_tied_and_may_be_changed_in_place():
-    def body(comm):
-        x = torch.ones(2, requires_grad=True)
-
-        def forward(x):
-            y = all_reduce_sum(x, comm)
-            return {"a": (x * 2, [y]), "b": torch.tensor([1, 2]), "c": "text", "d": (x * 3).detach(), "e": None}
-
-        output = chained(comm, forward, x)
-        assert output["c"] == "text" and output["e"] is None and output["b"].dtype == torch.int64
-        assert not output["d"].requires_grad
-        output["a"][0].add_(1)
-        output["a"][0][:1] *= 2
-        torch.relu_(output["a"][0])
-        assert output["a"][0].tolist() == [6.0, 3.0]
-        output["a"][0].sum().backward()
-        return x.grad.tolist()
-
-    assert run(body, 2) == [[4.0, 2.0]] * 2
-
-
-def test_the_alias_still_finds_changes_of_saved_tensors():
-    def body(comm):
-        x = torch.ones(2, requires_grad=True)
-
-        def forward(x):
-            return all_reduce_sum(x, comm).exp()  # exp saves its result
-
-        output = chained(comm, forward, x)
-        output.add_(1)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            output.sum().backward()
-
-    run(body, 1)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_there_are_no_tokens(mode):
-    def body(comm):
-        x = torch.ones(2, requires_grad=True)
-        with mode():
-            output = chained(comm, lambda: all_reduce_sum(x, comm))
-            assert not begin_call(comm, "probe")[1].requires_grad
-        assert not output.requires_grad and comm.forward is None
-        return output.tolist()
-
-    assert run(body, 2) == [[2.0, 2.0]] * 2
+@pytest.mark.ranks(2)
+def test_without_gradients_there_are_no_tokens(comm, mode):
+    x = torch.ones(2, requires_grad=True)
+    with mode():
+        output = chained(comm, lambda: all_reduce_sum(x, comm))
+        assert not begin_call(comm, "probe")[1].requires_grad
+    assert not output.requires_grad and comm.forward is None
+    assert output.tolist() == [2.0, 2.0]
 
 
-def test_a_part_without_gradients_does_not_break_the_chain():
-    def body(comm):
-        x = torch.ones(2, requires_grad=True)
+@pytest.mark.ranks(2)
+def test_a_part_without_gradients_does_not_break_the_chain(comm):
+    x = torch.ones(2, requires_grad=True)
 
-        def forward(x):
-            first = all_reduce_sum(x, comm)
-            with torch.no_grad():
-                second = all_reduce_sum(x, comm)
-            third = all_reduce_sum(x * 3, comm)
-            return first + second, third
+    def forward(x):
+        first = all_reduce_sum(x, comm)
+        with torch.no_grad():
+            second = all_reduce_sum(x, comm)
+        third = all_reduce_sum(x * 3, comm)
+        return first + second, third
 
-        outputs = chained(comm, forward, x)
-        outputs[comm.rank].sum().backward()
-        return x.grad.tolist()
-
-    assert run(body, 2) == [[4.0, 4.0]] * 2
+    outputs = chained(comm, forward, x)
+    outputs[comm.rank].sum().backward()
+    assert x.grad.tolist() == [4.0, 4.0]
 
 
-def test_nested_chains_belong_to_the_outermost():
-    def body(comm):
-        assert start_chain(comm)
-        assert not start_chain(comm)
-        x = torch.ones(1, requires_grad=True)
-        y = chained(comm, all_reduce_sum, x, comm)
-        assert comm.forward is not None and comm.forward.token is not None
-        z = end_chain(comm, y)
-        assert comm.forward is None and z is not y
-        return comm.calls
-
-    assert run(body, 1) == [1]
+@pytest.mark.ranks(1)
+def test_nested_chains_belong_to_the_outermost(comm):
+    assert start_chain(comm)
+    assert not start_chain(comm)
+    x = torch.ones(1, requires_grad=True)
+    y = chained(comm, all_reduce_sum, x, comm)
+    assert comm.forward is not None and comm.forward.token is not None
+    z = end_chain(comm, y)
+    assert comm.forward is None and z is not y
+    assert comm.calls == 1
 
 
-def test_an_exception_ends_the_chain():
-    def body(comm):
-        def forward():
-            all_reduce_sum(torch.ones(1), comm)
-            raise KeyError("mine")
-
-        with pytest.raises(KeyError, match="mine"):
-            chained(comm, forward)
-        assert comm.forward is None
-        start_chain(comm)
-        drop_chain(comm)
-        return comm.forward is None
-
-    assert run(body, 1) == [True]
-
-
-def test_outside_a_chain_tokens_are_not_carried_over():
-    def body(comm):
-        first, second = begin_call(comm, "a"), begin_call(comm, "b")
-        assert (first[0], second[0]) == (1, 2)
-        assert first[1] is not second[1] and first[1].is_leaf
+@pytest.mark.ranks(1)
+def test_an_exception_ends_the_chain(comm):
+    def forward():
         all_reduce_sum(torch.ones(1), comm)
-        return comm.forward is None
+        raise KeyError("mine")
 
-    assert run(body, 1) == [True]
+    with pytest.raises(KeyError, match="mine"):
+        chained(comm, forward)
+    assert comm.forward is None
+    start_chain(comm)
+    drop_chain(comm)
+    assert comm.forward is None
 
 
-def test_double_backward_is_refused():
-    def body(comm):
-        x = torch.ones(2, requires_grad=True)
-        total = all_reduce_sum(x, comm, "my sum").square().sum()
-        with pytest.raises(RefusedError, match=r"double backward.*'my sum #1'.*create_graph=True"):
-            torch.autograd.grad(total, x, create_graph=True)
+@pytest.mark.ranks(1)
+def test_outside_a_chain_tokens_are_not_carried_over(comm):
+    first, second = begin_call(comm, "a"), begin_call(comm, "b")
+    assert (first[0], second[0]) == (1, 2)
+    assert first[1] is not second[1] and first[1].is_leaf
+    all_reduce_sum(torch.ones(1), comm)
+    assert comm.forward is None
 
-    run(body, 1)
+
+@pytest.mark.ranks(1)
+def test_double_backward_is_refused(comm):
+    x = torch.ones(2, requires_grad=True)
+    total = all_reduce_sum(x, comm, "my sum").square().sum()
+    with pytest.raises(RefusedError, match=r"double backward.*'my sum #1'.*create_graph=True"):
+        torch.autograd.grad(total, x, create_graph=True)

@@ -1,7 +1,5 @@
 """`leaves_within`: what a value holds, however it is put together."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import types

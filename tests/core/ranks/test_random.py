@@ -1,16 +1,14 @@
 """The same initialisation on every rank, different draws afterwards."""
 
-from __future__ import annotations
-
 import threading
 import time
 
 import pytest
 import torch
 
-from shardpass.core.ranks.random import decorrelate, derive_seed, get_random_state, replayed, seed, set_random_state
+from shardpass.core.ranks import decorrelate, derive_seed, get_random_state, replayed, seed, set_random_state
 from shardpass.errors import RefusedError
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 
 class Process:
@@ -91,13 +89,10 @@ def test_one_rank_draws_what_plain_torch_draws():
         (lambda rank: True, "seed must be an integer .* found True"),
     ],
 )
-def test_wrong_seeds_are_told_on_every_rank(of_rank, text):
-    def body(comm):
-        with pytest.raises(ValueError, match=text):
-            seed(of_rank(comm.rank), comm)
-        return True
-
-    assert run(body, 2) == [True, True]
+@pytest.mark.ranks(2)
+def test_wrong_seeds_are_told_on_every_rank(comm, of_rank, text):
+    with pytest.raises(ValueError, match=text):
+        seed(of_rank(comm.rank), comm)
 
 
 def test_states_are_restored():
@@ -118,28 +113,23 @@ def noise():
     return [*drawn, x.clone().exponential_(), torch.nn.functional.gumbel_softmax(x), torch.normal(x, 1.0)]
 
 
-def test_replayed_numbers_are_the_same_whatever_other_threads_draw():
+@pytest.mark.ranks(2)
+def test_replayed_numbers_are_the_same_whatever_other_threads_draw(comm):
     """Ranks that are threads share torch's generator; a message that draws is run again in backward."""
-
-    def body(comm):
-        torch.rand(comm.rank + 1)
-        with replayed(comm, 5):
-            first = noise()
-        with replayed(comm, 5):
-            for _ in range(3):
-                torch.rand(2, generator=torch.Generator())  # drawn from another generator: leaves ours alone
-            elsewhere = threading.Thread(target=lambda: torch.rand(100))
-            elsewhere.start()
-            elsewhere.join()
-            second = noise()
-        return all(torch.equal(a, b) for a, b in zip(first, second))
-
-    assert run(body, 2) == [True, True]
+    torch.rand(comm.rank + 1)
+    with replayed(comm, 5):
+        first = noise()
+    with replayed(comm, 5):
+        for _ in range(3):
+            torch.rand(2, generator=torch.Generator())  # drawn from another generator: leaves ours alone
+        elsewhere = threading.Thread(target=lambda: torch.rand(100))
+        elsewhere.start()
+        elsewhere.join()
+        second = noise()
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
-def test_what_cannot_be_replayed_is_refused():
-    def body(comm):
-        with pytest.raises(RefusedError, match=r"native_dropout.*Run the ranks as processes"), replayed(comm, 5):
-            torch.native_dropout(torch.ones(3), 0.5, True)
-
-    run(body, 2)
+@pytest.mark.ranks(2)
+def test_what_cannot_be_replayed_is_refused(comm):
+    with pytest.raises(RefusedError, match=r"native_dropout.*Run the ranks as processes"), replayed(comm, 5):
+        torch.native_dropout(torch.ones(3), 0.5, True)

@@ -1,13 +1,11 @@
 """Sets of rows: which of them are known to be others."""
 
-from __future__ import annotations
-
+import pytest
 import torch
 
 from shardpass.core.graphs import reversed_edges
 from shardpass.core.ranks import RowSet
 from shardpass.testing import awkward_hetero_graph, hetero_assignments, shard_hetero_in_memory
-from shardpass.testing.run import run
 
 A, B = object(), object()
 NODES = RowSet("nodes", 5, ("nodes", "node"))
@@ -30,21 +28,18 @@ def test_edges_of_another_relation_and_nodes_for_edges_are_others():
         assert not one.is_other_than(other) and not other.is_other_than(one)
 
 
-def test_lists_that_are_derived_from_a_relation_have_it():
+@pytest.mark.ranks(3)
+def test_lists_that_are_derived_from_a_relation_have_it(comm):
     whole = awkward_hetero_graph()
     kind, other = ("paper", "cites", "paper"), ("author", "writes", "paper")
-
-    def work(comm):
-        graph = shard_hetero_in_memory(whole, hetero_assignments(whole, comm.size)["random"], comm)
-        index = graph[kind].edge_index
-        loops = torch.arange(graph["paper"].num_own_nodes).expand(2, -1)
-        lists = [index, index.flip(0), index.clone(), index[:, index[0] != index[1]], torch.cat([index, loops], 1)]
-        lists += [torch.stack([index[0], index[1]]), reversed_edges(index, "a layer").edge_index]
-        lists += [torch.cat([index[:, index[0] != index[1]], loops], 1).flip(0)]
-        (of,) = index.edge_sets
-        for derived in lists:
-            (found,) = derived.edge_sets
-            assert found.relation is of.relation and found.count == derived.size(1)
-        assert graph[other].edge_index.edge_sets[0].is_other_than(of)
-
-    run(work, 3)
+    graph = shard_hetero_in_memory(whole, hetero_assignments(whole, comm.size)["random"], comm)
+    index = graph[kind].edge_index
+    loops = torch.arange(graph["paper"].num_own_nodes).expand(2, -1)
+    lists = [index, index.flip(0), index.clone(), index[:, index[0] != index[1]], torch.cat([index, loops], 1)]
+    lists += [torch.stack([index[0], index[1]]), reversed_edges(index, "a layer").edge_index]
+    lists += [torch.cat([index[:, index[0] != index[1]], loops], 1).flip(0)]
+    (of,) = index.edge_sets
+    for derived in lists:
+        (found,) = derived.edge_sets
+        assert found.relation is of.relation and found.count == derived.size(1)
+    assert graph[other].edge_index.edge_sets[0].is_other_than(of)

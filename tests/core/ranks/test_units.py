@@ -1,11 +1,9 @@
 """Sizes and counts as people write them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
-from shardpass.core.ranks.units import bytes_text, is_out_of_memory, memory_error, parse_bytes, parse_count
+from shardpass.core.ranks import bytes_text, is_out_of_memory, memory_error, parse_bytes, parse_count
 
 
 @pytest.mark.parametrize("text, count", [("6GiB", 6 << 30), ("512MB", 512_000_000), (1e9, 10**9), ("1.5 kib", 1536)])

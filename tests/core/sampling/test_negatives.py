@@ -1,7 +1,5 @@
 """Negatives: pairs that are not edges, the same on any number of ranks, all of them where they are few."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

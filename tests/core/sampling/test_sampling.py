@@ -1,7 +1,5 @@
 """Drawing neighbours: distributions, the same bits with and without numba; dealing out seeds; batches in lock step."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time
@@ -11,17 +9,22 @@ import numpy as np
 import pytest
 import torch
 
-from shardpass.core.sampling.drawing import ALL, Numbering, draw, draw_weighted, keys_of, loops_if_installed, uniforms
-from shardpass.core.sampling.fetch import IDS, RowFetcher
-from shardpass.core.sampling.neighbours import Drawer
+from shardpass.core.sampling import IDS, Drawer, keys_of, sample, source_of, uniforms
+from shardpass.core.sampling.drawing import ALL, Numbering, draw, draw_weighted, loops_if_installed
+from shardpass.core.sampling.fetch import RowFetcher
 from shardpass.core.sampling.prefetch import BatchIterator, Work
-from shardpass.core.sampling.sample import sample
 from shardpass.core.sampling.seeds import deal, order_of
-from shardpass.core.sampling.source import placed, source_of
+from shardpass.core.sampling.source import placed
 from shardpass.errors import DivergenceError
-from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
-from shardpass.testing.hetero import awkward_hetero_graph, hetero_assignments, shard_hetero_in_memory
-from shardpass.testing.run import run
+from shardpass.testing import (
+    assignments,
+    awkward_graph,
+    awkward_hetero_graph,
+    hetero_assignments,
+    run,
+    shard_hetero_in_memory,
+    shard_in_memory,
+)
 
 LOOPS = loops_if_installed()
 BOTH = [None] if LOOPS is None else [None, LOOPS]
@@ -224,29 +227,24 @@ def test_structure_that_ranks_share_gives_the_same_draws(kind):
 
 
 @pytest.mark.parametrize("every_layer", [False, True])
-def test_structure_of_several_types_is_shared(every_layer):
+@pytest.mark.ranks(2)
+def test_structure_of_several_types_is_shared(comm, every_layer):
     """Whole batches, with types that some hops leave out and fields that some types have."""
     graph = awkward_hetero_graph()
     owners = hetero_assignments(graph, 2)["random"]
-
-    def fn(comm):
-        source = source_of(shard_hetero_in_memory(graph, owners, comm))
-        fields = {kind: sorted(edges.fields) for kind, edges in source.edges.items()}
-        seeds = {"paper": np.arange(source.ownership["paper"].num_total)[comm.rank :: 2]}
-        fanouts = [{kind: 2 + (kind[2] == "paper") for kind in source.edges}, dict.fromkeys(source.edges, 0)]
-        fanouts[1][next(iter(source.edges))] = ALL
-        both = [Drawer(given, edge_fields=fields) for given in (source, placed(source))]
-        (told, _), (read, _) = (sample(drawer, seeds, fanouts, 5, every_layer) for drawer in both)
-        assert told.num_nodes == read.num_nodes and [hop.keys() for hop in told.hops] == [
-            hop.keys() for hop in read.hops
-        ]
-        pairs = [(told.ids[kind], read.ids[kind]) for kind in told.ids]
-        for mine, theirs in ((a[kind], b[kind]) for a, b in zip(told.hops, read.hops) for kind in a):
-            pairs += [*zip(mine[:3], theirs[:3]), *((rows, theirs.fields[name]) for name, rows in mine.fields.items())]
-        assert all(np.array_equal(mine, theirs) for mine, theirs in pairs)
-        return len(pairs) > 20
-
-    assert run(fn, 2) == [True, True]
+    source = source_of(shard_hetero_in_memory(graph, owners, comm))
+    fields = {kind: sorted(edges.fields) for kind, edges in source.edges.items()}
+    seeds = {"paper": np.arange(source.ownership["paper"].num_total)[comm.rank :: 2]}
+    fanouts = [{kind: 2 + (kind[2] == "paper") for kind in source.edges}, dict.fromkeys(source.edges, 0)]
+    fanouts[1][next(iter(source.edges))] = ALL
+    both = [Drawer(given, edge_fields=fields) for given in (source, placed(source))]
+    (told, _), (read, _) = (sample(drawer, seeds, fanouts, 5, every_layer) for drawer in both)
+    assert told.num_nodes == read.num_nodes and [hop.keys() for hop in told.hops] == [hop.keys() for hop in read.hops]
+    pairs = [(told.ids[kind], read.ids[kind]) for kind in told.ids]
+    for mine, theirs in ((a[kind], b[kind]) for a, b in zip(told.hops, read.hops) for kind in a):
+        pairs += [*zip(mine[:3], theirs[:3]), *((rows, theirs.fields[name]) for name, rows in mine.fields.items())]
+    assert all(np.array_equal(mine, theirs) for mine, theirs in pairs)
+    assert len(pairs) > 20
 
 
 # ---- seeds
@@ -328,19 +326,17 @@ def test_all_batches_come_in_order(ahead):
 
 @pytest.mark.usefixtures("no_thread_is_left")
 @pytest.mark.parametrize("taken", [0, 1, 3, 5])
-def test_dropped_half_way_on_all_ranks(taken):
-    def fn(comm):
-        iterator = iterators(comm)
-        for _ in range(taken):
-            next(iterator)
-        if comm.rank:
-            time.sleep(0.1)  # at different times
-        del iterator
-        gc.collect()
-        comm.barrier()
-        return list(iterators(comm))
-
-    assert run(fn, 3) == [[[step] * 3 for step in range(6)]] * 3
+@pytest.mark.ranks(3)
+def test_dropped_half_way_on_all_ranks(comm, taken):
+    iterator = iterators(comm)
+    for _ in range(taken):
+        next(iterator)
+    if comm.rank:
+        time.sleep(0.1)  # at different times
+    del iterator
+    gc.collect()
+    comm.barrier()
+    assert list(iterators(comm)) == [[step] * 3 for step in range(6)]
 
 
 @pytest.mark.usefixtures("no_thread_is_left")

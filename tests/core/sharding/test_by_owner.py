@@ -1,7 +1,5 @@
 """Edges by the owner of their sources, and their shards where rows come whole or in pieces."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,12 +1,10 @@
 """Shards of a list that was edited hold what sorting the list anew gives; what was added has a shard of its own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
+from shardpass.core.sharding import Block, EdgeShards, build_shards
 from shardpass.core.sharding.edit_shards import edit_shards, rows_left, without
-from shardpass.core.sharding.shard import Block, EdgeShards, build_shards
 
 BLOCKS = [Block(1, 0, 7), Block(0, 7, 9), Block(2, 9, 9), Block(3, 9, 15)]
 NUM_DST = 7

@@ -1,13 +1,11 @@
 """Who owns which node."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardpass.core.sharding.ownership import Ownership
+from shardpass.core.sharding import Ownership
 
 COUNTS = st.lists(st.integers(0, 5), min_size=1, max_size=8)
 

@@ -1,14 +1,12 @@
 """Shards: every edge once, chunks within bounds, transposes, against brute force."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardpass.core.sharding.shard import Block, SpreadRows, build_shards, shard_order, smallest_index_dtype
-from shardpass.core.sharding.transposes import Transposes
+from shardpass.core.sharding import Block, Transposes, build_shards, smallest_index_dtype
+from shardpass.core.sharding.shard import SpreadRows, shard_order
 
 BLOCKS = (Block(1, 0, 4), Block(0, 6, 9), Block(2, 9, 9), Block(0, 4, 6), Block(2, 9, 12))  # round order, not by start
 NUM_DST = 5

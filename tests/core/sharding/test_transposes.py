@@ -1,7 +1,5 @@
 """Transposes: sorted a piece at a time, they are those of one stable sort."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,14 +1,11 @@
 """A rank's share of a graph, and what one trace of a message function on it shows."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch
 
-from shardpass.core.tracing.probing import probe
-from shardpass.core.tracing.program import Key, Program
-from shardpass.testing.graphs import assignments, awkward_graph
+from shardpass.core.tracing import Key, Program, probe
+from shardpass.testing import assignments, awkward_graph
 
 GRAPH = awkward_graph(channels=4, edge_channels=3)
 OWNERS = assignments(GRAPH.num_nodes, 3, GRAPH.edge_index)["random"]

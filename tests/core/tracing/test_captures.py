@@ -1,18 +1,15 @@
 """Tensors that a message function takes from outside are found, and get their whole gradient."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from looking import GRAPH, OWNERS, add_up, function_of, look, plain
 from torch import nn
 
-from shardpass.core.aggregation.sharded_call import aggregate
-from shardpass.core.ranks.options import Options
-from shardpass.core.tracing.program import Key, Program
+from shardpass.core.aggregation import aggregate
+from shardpass.core.ranks import Options
+from shardpass.core.tracing import Key, Program
 from shardpass.errors import RefusedError
-from shardpass.testing.graphs import shard_in_memory
-from shardpass.testing.run import run
+from shardpass.testing import run, shard_in_memory
 
 
 def gradients_match(message, parameters, reduce=add_up):

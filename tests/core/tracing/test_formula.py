@@ -1,13 +1,11 @@
 """Formulas of messages: which messages have one, what it computes, and its gradient."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from looking import add_up, largest, look, softmax
 from torch.nn import functional as F
 
-from shardpass.core.tracing.formula import Formula, Leaf
+from shardpass.core.tracing import Formula, Leaf
 
 STEPS = {
     "add": torch.add,

@@ -1,7 +1,5 @@
 """What one trace shows: reductions, stages, simple forms; followed through views and writes."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from typing import Any, NamedTuple

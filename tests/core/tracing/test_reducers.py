@@ -1,7 +1,5 @@
 """Reducers by law: any split of the messages, any order, the same value; gradients as torch's own functions give."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -9,15 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardpass.core.tracing.reducers import (
-    REDUCERS,
-    Base,
-    Extremum,
-    FirstExtremum,
-    accumulator_dtype,
-    expand_index,
-    rescale,
-)
+from shardpass.core.tracing import REDUCERS, Base, Extremum, accumulator_dtype, rescale
+from shardpass.core.tracing.reducers import FirstExtremum, expand_index
 
 NUM_DST = 4
 SCATTER = {"sum": "sum", "max": "amax", "min": "amin", "prod": "prod"}

@@ -1,21 +1,16 @@
 """Row-wise or refused: what couples edges or nodes is refused by name; what does not is computed, and is right."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
 from looking import plain
 from torch import nn
 
-from shardpass.core.aggregation.sharded_call import aggregate
-from shardpass.core.ranks.options import Options
-from shardpass.core.tracing.probing import probe
-from shardpass.core.tracing.program import Key, Program
-from shardpass.core.tracing.rowwise import check_row_wise
+from shardpass.core.aggregation import aggregate
+from shardpass.core.ranks import Options
+from shardpass.core.tracing import Key, Program, check_row_wise, probe
 from shardpass.errors import RefusedError
-from shardpass.testing.graphs import WholeGraph, assignments, awkward_graph, shard_in_memory
-from shardpass.testing.run import run
+from shardpass.testing import WholeGraph, assignments, awkward_graph, run, shard_in_memory
 
 GRAPH = awkward_graph(channels=4, edge_channels=3)
 

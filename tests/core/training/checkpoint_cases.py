@@ -1,11 +1,9 @@
 """A model, optimizers and a training loop whose state is saved and loaded."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
-from shardpass.core.training.gradients import sync_gradients, sync_parameters
+from shardpass.core.training import sync_gradients, sync_parameters
 
 OPTIMIZERS = {
     "adam": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, amsgrad=True),

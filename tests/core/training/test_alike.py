@@ -1,7 +1,5 @@
 """What must be the same on all ranks, and what must not: parameters, and row numbers in masks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

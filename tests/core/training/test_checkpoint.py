@@ -1,7 +1,5 @@
 """Checkpoints: what is saved comes back, and whatever does not fit is refused on every rank."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -9,13 +7,11 @@ import torch
 from checkpoint_cases import OPTIMIZERS, Net, begin, train
 from torch import nn
 
-from shardpass.backends.recording import RecordingCommunicator
+from shardpass.backends import RecordingCommunicator
 from shardpass.core.ranks import Ranks
-from shardpass.core.training.checkpoint import load_checkpoint, save_checkpoint
-from shardpass.core.training.gradients import sync_gradients
-from shardpass.core.training.verified_file import read_verified, write_verified
+from shardpass.core.training import load_checkpoint, read_verified, save_checkpoint, sync_gradients, write_verified
 from shardpass.errors import CheckpointError
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 pytest.importorskip("safetensors", reason="checkpoints are safetensors files")
 
@@ -42,36 +38,31 @@ def test_training_goes_on_as_if_never_stopped(tmp_path, name, ranks):
         assert losses == pytest.approx(expected, rel=1e-12)
 
 
-def test_extra_comes_back_with_its_types(tmp_path):
+@pytest.mark.ranks(2)
+def test_extra_comes_back_with_its_types(comm, tmp_path):
     extra = {
         "best": 0.5, "nan": float("inf"), "text": "ä", 3: (1, [True, None, (2.5,)]), "t": torch.arange(3)[::2],
         "half": torch.ones(2, 2).bfloat16().T, "empty": torch.zeros(0, 3), "z": torch.tensor(1), "nested": {"a": {}},
         "a": {"b": torch.tensor([1.0]), "b+": torch.tensor([2.0])}, "a/b": torch.tensor([3.0]),
     }  # fmt: skip
-
-    def body(comm):
-        model = Net()
-        save_checkpoint(tmp_path / "a", comm, model, extra=extra)
-        return load_checkpoint(tmp_path / "a", comm, model)["extra"]
-
-    for found in run(body, 2):
-        assert found.keys() == extra.keys() and {key: float(t) for key, t in found["a"].items()} == {"b": 1, "b+": 2}
-        assert found[3] == extra[3] and type(found[3]) is tuple
-        for key, value in extra.items():
-            if isinstance(value, torch.Tensor):
-                assert torch.equal(found[key], value) and found[key].dtype == value.dtype
-            elif key != "a":
-                assert found[key] == value
+    model = Net()
+    save_checkpoint(tmp_path / "a", comm, model, extra=extra)
+    found = load_checkpoint(tmp_path / "a", comm, model)["extra"]
+    assert found.keys() == extra.keys() and {key: float(t) for key, t in found["a"].items()} == {"b": 1, "b+": 2}
+    assert found[3] == extra[3] and type(found[3]) is tuple
+    for key, value in extra.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(found[key], value) and found[key].dtype == value.dtype
+        elif key != "a":
+            assert found[key] == value
 
 
-def test_the_random_state_is_restored(tmp_path):
-    def body(comm):
-        save_checkpoint(tmp_path / "a", comm, Net())
-        expected = torch.rand(3)
-        load_checkpoint(tmp_path / "a", comm, Net())
-        return torch.equal(torch.rand(3), expected)
-
-    assert run(body, 1) == [True]
+@pytest.mark.ranks(1)
+def test_the_random_state_is_restored(comm, tmp_path):
+    save_checkpoint(tmp_path / "a", comm, Net())
+    expected = torch.rand(3)
+    load_checkpoint(tmp_path / "a", comm, Net())
+    assert torch.equal(torch.rand(3), expected)
 
 
 def test_on_another_number_of_ranks_the_random_state_is_derived_reproducibly(tmp_path):
@@ -180,22 +171,20 @@ def table_step(comm, value):
     return model, optimizer
 
 
-def test_rows_owned_by_ranks_are_kept_per_rank(tmp_path):
-    def body(comm):
-        model, optimizer = table_step(comm, comm.rank)
-        save_checkpoint(tmp_path / "a", comm, model, optimizer, graph=PARTITION)
-        other, other_optimizer = table_step(comm, 7)
-        with pytest.raises(CheckpointError, match="belong to the nodes of one partition: pass graph="):
-            load_checkpoint(tmp_path / "a", comm, other, other_optimizer)
-        load_checkpoint(tmp_path / "a", comm, other, other_optimizer, graph=PARTITION)
-        assert torch.equal(other.table, model.table)
-        alone = Table(comm.rank + 1, 9)
-        assert load_checkpoint(tmp_path / "a", comm, alone, graph=PARTITION)["random"] == "restored"
-        assert torch.equal(alone.table, model.table)
-        left, right = optimizer.state[model.table], other_optimizer.state[other.table]
-        return all(torch.equal(left[key], right[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
-
-    assert all(run(body, 3))
+@pytest.mark.ranks(3)
+def test_rows_owned_by_ranks_are_kept_per_rank(comm, tmp_path):
+    model, optimizer = table_step(comm, comm.rank)
+    save_checkpoint(tmp_path / "a", comm, model, optimizer, graph=PARTITION)
+    other, other_optimizer = table_step(comm, 7)
+    with pytest.raises(CheckpointError, match="belong to the nodes of one partition: pass graph="):
+        load_checkpoint(tmp_path / "a", comm, other, other_optimizer)
+    load_checkpoint(tmp_path / "a", comm, other, other_optimizer, graph=PARTITION)
+    assert torch.equal(other.table, model.table)
+    alone = Table(comm.rank + 1, 9)
+    assert load_checkpoint(tmp_path / "a", comm, alone, graph=PARTITION)["random"] == "restored"
+    assert torch.equal(alone.table, model.table)
+    left, right = optimizer.state[model.table], other_optimizer.state[other.table]
+    assert all(torch.equal(left[key], right[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -273,18 +262,15 @@ def test_a_rank_without_the_table_is_told_on_all(tmp_path):
     run(body, 3)
 
 
-def test_a_table_of_the_model_is_none_of_the_checkpoint(tmp_path):
+@pytest.mark.ranks(2)
+def test_a_table_of_the_model_is_none_of_the_checkpoint(comm, tmp_path):
     """It was an ordinary parameter with as many rows as the ranks have together."""
-
-    def body(comm):
-        model = Table(3, 0)
-        model.table.shardpass_local = False
-        save_checkpoint(tmp_path / "a", comm, model, graph=PARTITION)
-        words = r"'table' is float32 \[3, 2\] in the checkpoint, float32 \[1, 2\] in the model.* \(found on rank 0\)"
-        with pytest.raises(CheckpointError, match=words):
-            load_checkpoint(tmp_path / "a", comm, Table(comm.rank + 1, 0), graph=PARTITION)
-
-    run(body, 2)
+    model = Table(3, 0)
+    model.table.shardpass_local = False
+    save_checkpoint(tmp_path / "a", comm, model, graph=PARTITION)
+    words = r"'table' is float32 \[3, 2\] in the checkpoint, float32 \[1, 2\] in the model.* \(found on rank 0\)"
+    with pytest.raises(CheckpointError, match=words):
+        load_checkpoint(tmp_path / "a", comm, Table(comm.rank + 1, 0), graph=PARTITION)
 
 
 class Extra(nn.Linear):
@@ -302,23 +288,22 @@ class Extra(nn.Linear):
         self.value = state
 
 
-def test_state_that_is_no_tensor(tmp_path):
-    def body(comm):
-        save_checkpoint(tmp_path / "a", comm, Extra({"seen": 3}))
-        save_checkpoint(tmp_path / "b", comm, Extra(torch.ones(2)))
-        model = Extra({"seen": 0})
-        load_checkpoint(tmp_path / "a", comm, model)
-        assert model.value == {"seen": 3}
-        words = r"'_extra_state' is {} in the checkpoint, {} in the model"
-        with pytest.raises(CheckpointError, match=words.format("no tensor", r"float32 \[2\]")):
-            load_checkpoint(tmp_path / "a", comm, Extra(torch.ones(2)))
-        with pytest.raises(CheckpointError, match=words.format(r"float32 \[2\]", "no tensor")):
-            load_checkpoint(tmp_path / "b", comm, model)
-
-    run(body, 2)
+@pytest.mark.ranks(2)
+def test_state_that_is_no_tensor(comm, tmp_path):
+    save_checkpoint(tmp_path / "a", comm, Extra({"seen": 3}))
+    save_checkpoint(tmp_path / "b", comm, Extra(torch.ones(2)))
+    model = Extra({"seen": 0})
+    load_checkpoint(tmp_path / "a", comm, model)
+    assert model.value == {"seen": 3}
+    words = r"'_extra_state' is {} in the checkpoint, {} in the model"
+    with pytest.raises(CheckpointError, match=words.format("no tensor", r"float32 \[2\]")):
+        load_checkpoint(tmp_path / "a", comm, Extra(torch.ones(2)))
+    with pytest.raises(CheckpointError, match=words.format(r"float32 \[2\]", "no tensor")):
+        load_checkpoint(tmp_path / "b", comm, model)
 
 
-def test_modules_are_told_the_version_of_what_they_load(tmp_path):
+@pytest.mark.ranks(2)
+def test_modules_are_told_the_version_of_what_they_load(comm, tmp_path):
     class Versioned(Net):
         _version = 7
 
@@ -326,10 +311,7 @@ def test_modules_are_told_the_version_of_what_they_load(tmp_path):
             self.found = local_metadata["version"]
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
 
-    def body(comm):
-        model = Versioned()
-        save_checkpoint(tmp_path / "a", comm, model)
-        load_checkpoint(tmp_path / "a", comm, model)
-        return model.found
-
-    assert run(body, 2) == [7, 7]
+    model = Versioned()
+    save_checkpoint(tmp_path / "a", comm, model)
+    load_checkpoint(tmp_path / "a", comm, model)
+    assert model.found == 7

@@ -1,14 +1,12 @@
 """The file of a checkpoint: nested state as JSON and tensors, and what is refused of either."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 import torch
 
+from shardpass.core.training import read_verified, write_verified
 from shardpass.core.training.checkpoint_file import FORMAT, decode, encode, read_file, write_file
-from shardpass.core.training.verified_file import read_verified, write_verified
 from shardpass.errors import CheckpointError
 
 ONE, TWO = torch.ones(1), torch.tensor([[2, 3]])

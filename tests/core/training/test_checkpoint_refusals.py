@@ -1,7 +1,5 @@
 """Checkpoint files: torn, forged and unfitting ones are refused by name, and a failed write leaves the old one."""
 
-from __future__ import annotations
-
 import json
 import os
 from types import SimpleNamespace
@@ -11,10 +9,9 @@ import torch
 from checkpoint_cases import OPTIMIZERS, Net, begin, train
 from torch import nn
 
-from shardpass.core.training.checkpoint import load_checkpoint, save_checkpoint
-from shardpass.core.training.verified_file import read_verified, write_verified
+from shardpass.core.training import load_checkpoint, read_verified, save_checkpoint, write_verified
 from shardpass.errors import CheckpointError, DivergenceError
-from shardpass.testing.run import run
+from shardpass.testing import run
 from tests.forged import changed, leaves
 
 pytest.importorskip("safetensors", reason="checkpoints are safetensors files")
@@ -190,9 +187,8 @@ def test_one_rank_that_does_not_fit_is_told_on_all(tmp_path):
         model = Net(4 + comm.rank)
         with pytest.raises(CheckpointError, match=r"float64 \[5, 5\] in the model.* \(found on rank 1\)"):
             load_checkpoint(tmp_path / "a", comm, model)
-        return True
 
-    assert all(run(body, 2))
+    run(body, 2)
 
 
 @pytest.mark.parametrize(
@@ -207,9 +203,8 @@ def test_what_cannot_be_stored_is_named(tmp_path, extra, text):
     def body(comm):
         with pytest.raises(CheckpointError, match=text + r".*\(found on rank 1\)"):
             save_checkpoint(tmp_path / "a", comm, Net(), extra=extra if comm.rank == 1 else None)
-        return True
 
-    assert all(run(body, 2))
+    run(body, 2)
     assert not list(tmp_path.iterdir())
 
 
@@ -227,9 +222,8 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
             save_checkpoint(tmp_path / "a", comm, Net())
         with pytest.raises(CheckpointError, match="could not be written"):
             save_checkpoint(tmp_path / "a" / "b", comm, Net())
-        return True
 
-    assert all(run(body, 2))
+    run(body, 2)
     assert (tmp_path / "a").read_bytes() == content and len(list(tmp_path.iterdir())) == 1
 
 
@@ -258,14 +252,12 @@ def test_a_state_that_torch_refuses_is_told_on_all(tmp_path):
     refused(tmp_path / "a", "the state could not be restored: picky", Picky)
 
 
-def test_parameters_that_drifted_apart_are_not_saved(tmp_path):
-    def work(comm):
-        model = Net()
-        if comm.rank == 1:
-            with torch.no_grad():
-                next(model.parameters()).view(-1)[0] += 1e-2
-        with pytest.raises(DivergenceError, match="parameter 'tied' is not the same on rank 0 and rank 1"):
-            save_checkpoint(tmp_path / "a", comm, model)
-        return (tmp_path / "a").exists()
-
-    assert run(work, 3) == [False] * 3
+@pytest.mark.ranks(3)
+def test_parameters_that_drifted_apart_are_not_saved(comm, tmp_path):
+    model = Net()
+    if comm.rank == 1:
+        with torch.no_grad():
+            next(model.parameters()).view(-1)[0] += 1e-2
+    with pytest.raises(DivergenceError, match="parameter 'tied' is not the same on rank 0 and rank 1"):
+        save_checkpoint(tmp_path / "a", comm, model)
+    assert not (tmp_path / "a").exists()

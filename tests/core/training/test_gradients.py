@@ -1,7 +1,5 @@
 """sync_parameters and sync_gradients: sums over ranks, agreement, and every misuse in words."""
 
-from __future__ import annotations
-
 import copy
 import threading
 
@@ -9,10 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from shardpass.core.training import gradients
-from shardpass.core.training.gradients import refuse_inside_ddp, sync_gradients, sync_parameters
+from shardpass.core.training import gradients, refuse_inside_ddp, sync_gradients, sync_parameters
 from shardpass.errors import RefusedError, ShardpassError
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 SEEDED = threading.Lock()
 
@@ -51,17 +48,14 @@ class Mixed(nn.Module):
 
 @pytest.mark.parametrize("bucket_bytes", [1, 40, 1 << 20])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_parameters_and_buffers_become_those_of_rank_0(bucket_bytes, ranks):
-    def body(comm):
-        model = Mixed(comm.rank)
-        kept = model.a
-        sync_parameters(model, comm, bucket_bytes)
-        assert model.a is kept is model.tied and not model.a.any() and not model.b.any() and not model.t.any()
-        assert model.c.item() == 1j and model.flag.item() and model.count.item() == 0 and not model.hidden.any()
-        assert model.rows.shape == (comm.rank + 1, 2) and bool((model.rows == comm.rank).all())
-        return True
-
-    assert all(run(body, ranks))
+@pytest.mark.ranks
+def test_parameters_and_buffers_become_those_of_rank_0(comm, bucket_bytes, ranks):
+    model = Mixed(comm.rank)
+    kept = model.a
+    sync_parameters(model, comm, bucket_bytes)
+    assert model.a is kept is model.tied and not model.a.any() and not model.b.any() and not model.t.any()
+    assert model.c.item() == 1j and model.flag.item() and model.count.item() == 0 and not model.hidden.any()
+    assert model.rows.shape == (comm.rank + 1, 2) and bool((model.rows == comm.rank).all())
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 200, 1 << 20])
@@ -86,21 +80,18 @@ def test_gradients_are_summed_also_where_a_rank_has_none(bucket_bytes, ranks):
                 torch.testing.assert_close(summed[index], torch.stack(parts).sum(0), rtol=0, atol=1e-12)
 
 
-def test_every_dtype_and_layout_is_summed_and_local_rows_are_not():
-    def body(comm):
-        model = Mixed(comm.rank)
-        sync_parameters(model, comm)
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter) * (1 + comm.rank)
-        kept = model.a.grad
-        sync_gradients(model, comm)
-        assert model.a.grad is kept
-        for name, parameter in model.named_parameters():
-            expected = 1 + comm.rank if name == "rows" else 3
-            assert bool((parameter.grad == expected).all()), name
-        return True
-
-    assert all(run(body, 2))
+@pytest.mark.ranks(2)
+def test_every_dtype_and_layout_is_summed_and_local_rows_are_not(comm):
+    model = Mixed(comm.rank)
+    sync_parameters(model, comm)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter) * (1 + comm.rank)
+    kept = model.a.grad
+    sync_gradients(model, comm)
+    assert model.a.grad is kept
+    for name, parameter in model.named_parameters():
+        expected = 1 + comm.rank if name == "rows" else 3
+        assert bool((parameter.grad == expected).all()), name
 
 
 def test_accumulating_and_both_kinds_of_zero_grad_are_legal():
@@ -121,19 +112,16 @@ def test_accumulating_and_both_kinds_of_zero_grad_are_legal():
     assert torch.equal(first, second)
 
 
-def test_zero_grad_between_forward_and_backward_is_legal():
-    def body(comm):
-        model = build()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for set_to_none in (False, True, False):
-            loss = model[0](torch.ones(2, 3).double()).sum()
-            optimizer.zero_grad(set_to_none)
-            loss.backward()
-            sync_gradients(model, comm)
-            optimizer.step()
-        return True
-
-    assert all(run(body, 2))
+@pytest.mark.ranks(2)
+def test_zero_grad_between_forward_and_backward_is_legal(comm):
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for set_to_none in (False, True, False):
+        loss = model[0](torch.ones(2, 3).double()).sum()
+        optimizer.zero_grad(set_to_none)
+        loss.backward()
+        sync_gradients(model, comm)
+        optimizer.step()
 
 
 def second_sync(model, comm, optimizer):
@@ -159,14 +147,11 @@ def sparse(model, comm, optimizer):
     ],
 )
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_misuse_is_told_on_every_rank(misuse, text, ranks):
-    def body(comm):
-        model = build()
-        with pytest.raises(ShardpassError, match=text):
-            misuse(model, comm, torch.optim.SGD(model.parameters(), lr=0.1))
-        return True
-
-    assert all(run(body, ranks))
+@pytest.mark.ranks
+def test_misuse_is_told_on_every_rank(comm, misuse, text, ranks):
+    model = build()
+    with pytest.raises(ShardpassError, match=text):
+        misuse(model, comm, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 @pytest.mark.parametrize(
@@ -190,12 +175,10 @@ def test_models_that_differ_are_named(other, text):
     assert re.search(text, messages[0]) and "on rank 0" in messages[1] and "on rank 1" in messages[1]
 
 
-def test_lazy_parameters_are_refused():
-    def body(comm):
-        with pytest.raises(ValueError, match="'weight' is not initialised yet: run the lazy module once"):
-            sync_parameters(nn.LazyLinear(3), comm)
-
-    run(body, 2)
+@pytest.mark.ranks(2)
+def test_lazy_parameters_are_refused(comm):
+    with pytest.raises(ValueError, match="'weight' is not initialised yet: run the lazy module once"):
+        sync_parameters(nn.LazyLinear(3), comm)
 
 
 def test_ddp_is_refused(monkeypatch):

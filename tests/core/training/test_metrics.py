@@ -1,7 +1,5 @@
 """Metrics against scikit-learn on the rows of all ranks."""
 
-from __future__ import annotations
-
 import math
 import warnings
 
@@ -10,7 +8,7 @@ import pytest
 import torch
 
 import shardpass as sp
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 sklearn_metrics = pytest.importorskip("sklearn.metrics")
 
@@ -118,22 +116,17 @@ WRONG = {
 
 
 @pytest.mark.parametrize("words", WRONG)
-def test_what_one_rank_does_wrong_is_raised_on_all(words):
+@pytest.mark.ranks(2)
+def test_what_one_rank_does_wrong_is_raised_on_all(comm, words):
     metric, arguments, kwargs = WRONG[words]
     right = {sp.f1: (LOGITS, CLASSES, None)}.get(metric, (LOGITS, LABELS, None))
-
-    def work(comm):
-        given = arguments(LOGITS[:1]) if comm.rank == 1 else right
-        with pytest.raises(ValueError, match=rf"{words}.*\(found on rank 1\)"):
-            metric(*given, comm, **(kwargs if comm.rank == 1 else {}))
-
-    run(work, 2)
+    given = arguments(LOGITS[:1]) if comm.rank == 1 else right
+    with pytest.raises(ValueError, match=rf"{words}.*\(found on rank 1\)"):
+        metric(*given, comm, **(kwargs if comm.rank == 1 else {}))
 
 
 @pytest.mark.parametrize("metric", [sp.f1, sp.mae, sp.roc_auc, sp.average_precision])
-def test_no_rows_on_any_rank(metric):
-    def work(comm):
-        with pytest.raises(ValueError, match="selects no node on any rank"):
-            metric(LOGITS, LABELS.double(), torch.zeros(40, dtype=torch.bool), comm)
-
-    run(work, 2)
+@pytest.mark.ranks(2)
+def test_no_rows_on_any_rank(comm, metric):
+    with pytest.raises(ValueError, match="selects no node on any rank"):
+        metric(LOGITS, LABELS.double(), torch.zeros(40, dtype=torch.bool), comm)

@@ -1,7 +1,5 @@
 """DistributedBatchNorm against torch.nn.BatchNorm1d on the concatenated rows."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 
@@ -11,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shardpass.core.ranks.autograd_order import chained
+from shardpass.core.ranks import chained
+from shardpass.core.training import DistributedBatchNorm, global_moments, replace_batch_norms
 from shardpass.core.training import moments as moments_module
-from shardpass.core.training.moments import _merge, global_moments
-from shardpass.core.training.norm import DistributedBatchNorm, replace_batch_norms
+from shardpass.core.training.moments import _merge
 from shardpass.errors import RefusedError, ShardpassError
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 SPLITS = {1: [11], 2: [4, 7], 3: [0, 5, 6], 4: [3, 0, 1, 7]}
 OPTIONS = [
@@ -215,16 +213,13 @@ def test_checkpointing_recomputes_and_stays_exact():
         torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
 
 
-def test_one_row_in_all_raises_as_torch_and_no_rows_do_not():
-    def body(comm):
-        layer = DistributedBatchNorm(3, comm)
-        assert layer(torch.randn(0, 3)).shape == (0, 3)
-        assert torch.equal(layer.running_mean, torch.zeros(3))
-        with pytest.raises(ValueError, match=r"Expected more than 1 value per channel.*1 row on all ranks together"):
-            layer(torch.randn(comm.rank, 3))
-        return True
-
-    assert all(run(body, 2))
+@pytest.mark.ranks(2)
+def test_one_row_in_all_raises_as_torch_and_no_rows_do_not(comm):
+    layer = DistributedBatchNorm(3, comm)
+    assert layer(torch.randn(0, 3)).shape == (0, 3)
+    assert torch.equal(layer.running_mean, torch.zeros(3))
+    with pytest.raises(ValueError, match=r"Expected more than 1 value per channel.*1 row on all ranks together"):
+        layer(torch.randn(comm.rank, 3))
 
 
 @pytest.mark.parametrize(
@@ -237,22 +232,18 @@ def test_one_row_in_all_raises_as_torch_and_no_rows_do_not():
         (torch.ones(4, 3).long(), ValueError, "expected float32 input, found int64"),
     ],
 )
-def test_wrong_inputs_are_refused(rows, error, text):
-    def body(comm):
-        with pytest.raises(error, match=text):
-            DistributedBatchNorm(3, comm)(rows)
-
-    run(body, 1)
+@pytest.mark.ranks(1)
+def test_wrong_inputs_are_refused(comm, rows, error, text):
+    with pytest.raises(error, match=text):
+        DistributedBatchNorm(3, comm)(rows)
 
 
-def test_double_backward_is_refused():
-    def body(comm):
-        rows = torch.randn(4, 3, requires_grad=True)
-        output = DistributedBatchNorm(3, comm)(rows)
-        with pytest.raises(RefusedError, match=r"double backward.*'DistributedBatchNorm'.*create_graph=True"):
-            torch.autograd.grad(output.sum(), rows, create_graph=True)
-
-    run(body, 2)
+@pytest.mark.ranks(2)
+def test_double_backward_is_refused(comm):
+    rows = torch.randn(4, 3, requires_grad=True)
+    output = DistributedBatchNorm(3, comm)(rows)
+    with pytest.raises(RefusedError, match=r"double backward.*'DistributedBatchNorm'.*create_graph=True"):
+        torch.autograd.grad(output.sum(), rows, create_graph=True)
 
 
 class Net(nn.Module):
@@ -267,36 +258,30 @@ class Net(nn.Module):
         return self.blocks(self.first(x))
 
 
-def test_replace_batch_norms_keeps_everything_else():
-    def body(comm):
-        net = Net()
-        net.first.eval()
-        seen = []
-        net.first.register_forward_hook(lambda *_: seen.append(1))
-        weight, names = net.first.weight, list(net.state_dict())
-        assert replace_batch_norms(net, comm) is net
-        assert type(net.first) is type(net.blocks[1]) is DistributedBatchNorm
-        assert net.first is net.blocks[2] and net.first.weight is weight and net.first.comm is comm
-        assert not net.first.training and net.blocks[1].training
-        assert net.image.dims == (4,) and list(net.state_dict()) == names
-        net(torch.randn(4, 3))
-        assert len(seen) == 2
-        root = replace_batch_norms(nn.BatchNorm1d(3), comm)
-        assert type(root) is DistributedBatchNorm
-        return True
-
-    assert run(body, 1) == [True]
+@pytest.mark.ranks(1)
+def test_replace_batch_norms_keeps_everything_else(comm):
+    net = Net()
+    net.first.eval()
+    seen = []
+    net.first.register_forward_hook(lambda *_: seen.append(1))
+    weight, names = net.first.weight, list(net.state_dict())
+    assert replace_batch_norms(net, comm) is net
+    assert type(net.first) is type(net.blocks[1]) is DistributedBatchNorm
+    assert net.first is net.blocks[2] and net.first.weight is weight and net.first.comm is comm
+    assert not net.first.training and net.blocks[1].training
+    assert net.image.dims == (4,) and list(net.state_dict()) == names
+    net(torch.randn(4, 3))
+    assert len(seen) == 2
+    root = replace_batch_norms(nn.BatchNorm1d(3), comm)
+    assert type(root) is DistributedBatchNorm
 
 
-def test_copies_keep_the_communicator_and_pickles_drop_it():
-    def body(comm):
-        layer = DistributedBatchNorm(3, comm)
-        copied = copy.deepcopy(nn.Sequential(layer))[0]
-        assert copied.comm is comm and copied.weight is not layer.weight
-        loaded = pickle.loads(pickle.dumps(layer))
-        loaded.eval()(torch.randn(2, 3))
-        with pytest.raises(ShardpassError, match=r"no communicator.*wrap the model again"):
-            loaded.train()(torch.randn(2, 3))
-        return True
-
-    assert run(body, 1) == [True]
+@pytest.mark.ranks(1)
+def test_copies_keep_the_communicator_and_pickles_drop_it(comm):
+    layer = DistributedBatchNorm(3, comm)
+    copied = copy.deepcopy(nn.Sequential(layer))[0]
+    assert copied.comm is comm and copied.weight is not layer.weight
+    loaded = pickle.loads(pickle.dumps(layer))
+    loaded.eval()(torch.randn(2, 3))
+    with pytest.raises(ShardpassError, match=r"no communicator.*wrap the model again"):
+        loaded.train()(torch.randn(2, 3))

@@ -1,7 +1,5 @@
 """Losses and metrics against torch.nn.functional on the concatenated rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +9,7 @@ from torch import nn
 
 from shardpass.core.training import metrics, objective
 from shardpass.errors import DivergenceError
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 SPLITS = {1: [12], 2: [5, 7], 3: [0, 4, 8], 4: [3, 0, 1, 8]}
 
@@ -29,8 +27,19 @@ def own(comm, *tensors):
     return [tensor.split(SPLITS[comm.size])[comm.rank] for tensor in tensors]
 
 
-def check(body, ranks, expected, leaf):
-    """Values equal the expected one, with the same bits; the gradients of the shares are those of the whole."""
+def check(loss, ranks, expected, leaf, *tensors):
+    """``loss(comm, own rows, own share of each tensor)`` equals the expected one, with the same bits on all ranks.
+
+    The gradients of the shares are those of the whole, `leaf`.
+    """
+
+    def body(comm):
+        rows, *others = own(comm, leaf.detach(), *tensors)
+        rows = rows.clone().requires_grad_()
+        value = loss(comm, rows, *others)
+        value.backward()
+        return value.detach(), rows.grad
+
     expected.backward()
     results = run(body, ranks)
     for value, _ in results:
@@ -53,18 +62,11 @@ def test_cross_entropy_is_that_of_all_rows(ranks, use_mask, weighted, smoothing,
     expected = F.cross_entropy(leaf[chosen], y[chosen], weight, label_smoothing=smoothing)
     y = y if kind == "probabilities" else y.to(kind)
 
-    def body(comm):
-        rows, targets, marked = own(comm, logits, y, mask)
-        rows = rows.clone().requires_grad_()
-        if use_mask == "none":
-            marked = None
-        elif use_mask != "bool":
-            marked = marked.nonzero().squeeze(1).to(torch.int32 if "32" in use_mask else torch.int64)
-        loss = objective.cross_entropy(rows, targets, marked, comm, weight, smoothing)
-        loss.backward()
-        return loss.detach(), rows.grad
+    def loss(comm, rows, targets, marked):
+        marked = {"none": None, "bool": marked, "int32 rows": marked.nonzero().squeeze(1).to(torch.int32)}[use_mask]
+        return objective.cross_entropy(rows, targets, marked, comm, weight, smoothing)
 
-    check(body, ranks, expected, leaf)
+    check(loss, ranks, expected, leaf, y, mask)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -81,15 +83,11 @@ def test_ignored_classes_are_those_of_torch(ranks, weighted, ignore, kind):
     kept = mask & (y != ignore)
     right = (logits[kept].argmax(1) == y[kept]).double().mean().item()
 
-    def body(comm):
-        rows, targets, marked = own(comm, logits, y.to(kind), mask)
-        rows = rows.clone().requires_grad_()
-        loss = objective.cross_entropy(rows, targets, marked, comm, weight, 0.1, **arguments)
-        loss.backward()
+    def loss(comm, rows, targets, marked):
         assert metrics.accuracy(rows, targets, marked, comm, **arguments) == pytest.approx(right, abs=1e-15)
-        return loss.detach(), rows.grad
+        return objective.cross_entropy(rows, targets, marked, comm, weight, 0.1, **arguments)
 
-    check(body, ranks, expected, leaf)
+    check(loss, ranks, expected, leaf, y.to(kind), mask)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -105,20 +103,13 @@ def test_labels_of_some_entries_as_ogb_has_them(ranks, name, masked):
     leaf = logits.clone().requires_grad_()
     expected = F.binary_cross_entropy_with_logits(leaf[entries], y[entries], reduction=name)
 
-    def body(comm):
-        rows, targets, marked = own(comm, logits, y, entries)
-        rows = rows.clone().requires_grad_()
+    def loss(comm, rows, targets, marked):
         if masked == "before the loss":
-            labelled = ~targets.isnan()
-            losses = F.binary_cross_entropy_with_logits(rows[labelled], targets[labelled], reduction="none")
-            loss = getattr(objective, name)(losses, None, comm)
-        else:
-            losses = F.binary_cross_entropy_with_logits(rows, targets, reduction="none")
-            loss = getattr(objective, name)(losses, marked, comm)
-        loss.backward()
-        return loss.detach(), rows.grad
+            rows, targets, marked = rows[~targets.isnan()], targets[~targets.isnan()], None
+        losses = F.binary_cross_entropy_with_logits(rows, targets, reduction="none")
+        return getattr(objective, name)(losses, marked, comm)
 
-    check(body, ranks, expected, leaf)
+    check(loss, ranks, expected, leaf, y, entries)
 
 
 @settings(max_examples=20, deadline=None)
@@ -155,52 +146,37 @@ def test_mean_and_sum_of_any_values(ranks, name, masked):
     chosen = (leaf[mask] if masked else leaf) ** 3
     expected = chosen.mean() if name == "mean" else chosen.sum()
 
-    def body(comm):
-        rows, marked = own(comm, values, mask)
-        rows = rows.clone().requires_grad_()
-        loss = getattr(objective, name)(rows**3, marked if masked else None, comm)
-        loss.backward()
-        return loss.detach(), rows.grad
+    def loss(comm, rows, marked):
+        return getattr(objective, name)(rows**3, marked if masked else None, comm)
 
-    check(body, ranks, expected, leaf)
+    check(loss, ranks, expected, leaf, mask)
 
 
-def test_an_empty_mask_on_one_rank_gives_zero_gradients():
-    logits, y, _ = graph()
-
-    def body(comm):
-        rows, targets = own(comm, logits, y)
-        rows = rows.clone().requires_grad_()
-        mask = torch.full((len(rows),), comm.rank == 1)
-        objective.cross_entropy(rows, targets, mask, comm).backward()
-        return rows.grad
-
-    first, second = run(body, 2)
-    assert first is not None and not first.any() and second.all()
+@pytest.mark.ranks(2)
+def test_an_empty_mask_on_one_rank_gives_zero_gradients(comm):
+    rows, targets, _ = own(comm, *graph())
+    rows = rows.clone().requires_grad_()
+    mask = torch.full((len(rows),), comm.rank == 1)
+    objective.cross_entropy(rows, targets, mask, comm).backward()
+    assert rows.grad is not None and (rows.grad.all() if comm.rank == 1 else not rows.grad.any())
 
 
-def test_half_precision_is_computed_in_float32():
+@pytest.mark.ranks(2)
+def test_half_precision_is_computed_in_float32(comm):
     logits, y, mask = graph()
     logits = logits.bfloat16()
-
-    def body(comm):
-        rows, targets, marked = own(comm, logits, y, mask)
-        rows = rows.clone().requires_grad_()
-        loss = objective.cross_entropy(rows, targets, marked, comm, weight=torch.ones(4))
-        loss.backward()
-        assert loss.dtype == torch.float32 and rows.grad.dtype == torch.bfloat16
-        return loss.item()
-
-    expected = F.cross_entropy(logits.float()[mask], y[mask]).item()
-    assert run(body, 2) == [pytest.approx(expected, rel=1e-6)] * 2
+    rows, targets, marked = own(comm, logits, y, mask)
+    rows = rows.clone().requires_grad_()
+    loss = objective.cross_entropy(rows, targets, marked, comm, weight=torch.ones(4))
+    loss.backward()
+    assert loss.dtype == torch.float32 and rows.grad.dtype == torch.bfloat16
+    assert loss.item() == pytest.approx(F.cross_entropy(logits.float()[mask], y[mask]).item(), rel=1e-6)
 
 
-def test_bools_and_integers_are_averaged():
-    def body(comm):
-        flags = torch.tensor([True, False, True]) if comm.rank else torch.tensor([False])
-        return objective.mean(flags, None, comm).item(), objective.sum(flags.long(), None, comm).item()
-
-    assert run(body, 2) == [(0.5, 2.0)] * 2
+@pytest.mark.ranks(2)
+def test_bools_and_integers_are_averaged(comm):
+    flags = torch.tensor([True, False, True]) if comm.rank else torch.tensor([False])
+    assert (objective.mean(flags, None, comm).item(), objective.sum(flags.long(), None, comm).item()) == (0.5, 2.0)
 
 
 def test_a_replicated_term_is_counted_once():
@@ -223,18 +199,14 @@ def test_total_sums_numbers():
     assert results == [(6, 1.5)] * 3 and isinstance(results[0][0], int)
 
 
-def test_backward_does_not_communicate():
-    logits, y, _ = graph()
-
-    def body(comm):
-        rows, targets = own(comm, logits, y)
-        rows = rows.clone().requires_grad_()
-        loss = objective.cross_entropy(rows, targets, None, comm)
-        if comm.rank == 0:  # the other rank never calls backward
-            loss.backward()
-        return rows.grad is not None
-
-    assert run(body, 2) == [True, False]
+@pytest.mark.ranks(2)
+def test_backward_does_not_communicate(comm):
+    rows, targets, _ = own(comm, *graph())
+    rows = rows.clone().requires_grad_()
+    loss = objective.cross_entropy(rows, targets, None, comm)
+    if comm.rank == 0:  # the other rank never calls backward
+        loss.backward()
+    assert (rows.grad is not None) == (comm.rank == 0)
 
 
 BAD = torch.zeros(3, dtype=torch.int64)
@@ -264,92 +236,67 @@ TRUE = torch.ones(3, dtype=torch.bool)
     ],
 )
 @pytest.mark.parametrize("function", [objective.cross_entropy, metrics.accuracy])
-def test_a_mistake_on_one_rank_is_told_on_every_rank(function, logits, y, mask, text):
-    def body(comm):
-        with pytest.raises(ValueError, match=text + r".*\(found on rank 1\)"):
-            if comm.rank == 1:
-                function(logits, y, mask, comm)
-            else:
-                function(LOGITS, BAD, TRUE, comm)
-        return True
-
-    assert run(body, 2) == [True, True]
+@pytest.mark.ranks(2)
+def test_a_mistake_on_one_rank_is_told_on_every_rank(comm, function, logits, y, mask, text):
+    with pytest.raises(ValueError, match=text + r".*\(found on rank 1\)"):
+        if comm.rank == 1:
+            function(logits, y, mask, comm)
+        else:
+            function(LOGITS, BAD, TRUE, comm)
 
 
-def test_unlabelled_nodes_outside_the_mask_are_fine():
-    def body(comm):
-        y = torch.tensor([0, -1, 2])
-        return objective.cross_entropy(LOGITS, y, y >= 0, comm).item()
-
-    assert run(body, 1) == [pytest.approx(torch.tensor(4.0).log().item())]
+@pytest.mark.ranks(1)
+def test_unlabelled_nodes_outside_the_mask_are_fine(comm):
+    y = torch.tensor([0, -1, 2])
+    assert objective.cross_entropy(LOGITS, y, y >= 0, comm).item() == pytest.approx(torch.tensor(4.0).log().item())
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "text"),
-    [
-        (lambda c: objective.cross_entropy(LOGITS, BAD, ~TRUE, c), ValueError, "selects no node on any rank"),
-        (lambda c: metrics.accuracy(LOGITS, BAD, ~TRUE, c), ValueError, "accuracy: the mask selects no node on any"),
-        (lambda c: objective.mean(LOGITS, ~TRUE, c), ValueError, "mean: the mask selects no node on any rank"),
-        (
-            lambda c: objective.cross_entropy(LOGITS, BAD - 1, None, c, ignore_index=-1),
-            ValueError,
-            "selects no node on any rank, or none with a label",
-        ),
-        (
-            lambda c: objective.mean(LOGITS.where(LOGITS > 0, torch.nan).requires_grad_(), LOGITS > 0, c),
-            ValueError,
-            r"12 values that the mask leaves out are NaN.* mean\(loss\(out\[mask\], y\[mask\]\), None, comm",
-        ),
-        (
-            lambda c: objective.mean(LOGITS, LOGITS[:, :2] > 0, c),
-            ValueError,
-            r"own row numbers, or bool \[3, 4\], found bool \[3, 2\]",
-        ),
-        (
-            lambda c: objective.cross_entropy(LOGITS, BAD, LOGITS > 0, c),
-            ValueError,
-            r"must be a bool tensor \[3\] or own row numbers, found bool \[3, 4\]",
-        ),
-        (
-            lambda c: objective.cross_entropy(LOGITS, BAD, None, c, ignore_index=-1 - c.rank),
-            DivergenceError,
-            r"without class -1 on rank 0, .* without class -2 on rank 1; .*ignored class",
-        ),
-        (lambda c: objective.mean(torch.tensor(1.0), None, c), ValueError, r"one row per own node.*replicated"),
-        (lambda c: objective.sum(1.0, None, c), ValueError, "one row per own node, found float"),
-        (lambda c: objective.replicated(1.0, c), ValueError, "replicated: expected a floating point tensor, found"),
-        (lambda c: metrics.accuracy(LOGITS, LOGITS, TRUE, c), ValueError, "y must hold class ids, found float32"),
-        (
-            lambda c: objective.cross_entropy(LOGITS, BAD, TRUE, c, weight=torch.ones(3)),
-            ValueError,
-            r"weight must have one entry per class, \[4\], found float32 \[3\]",
-        ),
-        (
-            lambda c: objective.cross_entropy(LOGITS, BAD, TRUE, c, weight=torch.zeros(4)),
-            ValueError,
-            "weights of the masked nodes add up to 0",
-        ),
-        (
-            lambda c: objective.cross_entropy(LOGITS.to([torch.float32, torch.float64][c.rank]), BAD, TRUE, c),
-            DivergenceError,
-            r"float32 \[num_own, 4\] on rank 0, float64 \[num_own, 4\] on rank 1; dtype, trailing",
-        ),
-        (
-            lambda c: objective.cross_entropy(LOGITS[:, : 4 - c.rank], BAD, TRUE, c),
-            DivergenceError,
-            "ranks pass different kinds of rows",
-        ),
-        (
-            lambda c: objective.cross_entropy(LOGITS, BAD, TRUE, c, weight=torch.arange(1.0, 5.0) + c.rank),
-            DivergenceError,
-            r"class weights \[1, 2, 3, 4\] .* on rank 0, .* class weights \[2, 3, 4, 5\] .* weights of classes must be",
-        ),
-    ],
+OTHER_WEIGHTS = (
+    r"class weights \[1, 2, 3, 4\] .* on rank 0, .* class weights \[2, 3, 4, 5\] .* weights of classes must be"
 )
-def test_mistakes_are_told_in_words(call, error, text):
-    def body(comm):
-        with pytest.raises(error, match=text):
-            call(comm)
-        return True
+MISTAKES = {
+    ValueError: {
+        "selects no node on any rank": lambda c: objective.cross_entropy(LOGITS, BAD, ~TRUE, c),
+        "accuracy: the mask selects no node on any": lambda c: metrics.accuracy(LOGITS, BAD, ~TRUE, c),
+        "mean: the mask selects no node on any rank": lambda c: objective.mean(LOGITS, ~TRUE, c),
+        "selects no node on any rank, or none with a label": lambda c: objective.cross_entropy(
+            LOGITS, BAD - 1, None, c, ignore_index=-1
+        ),
+        r"12 values that the mask leaves out are NaN.* mean\(loss\(out\[mask\], y\[mask\]\), None, comm": lambda c: (
+            objective.mean(LOGITS.where(LOGITS > 0, torch.nan).requires_grad_(), LOGITS > 0, c)
+        ),
+        r"own row numbers, or bool \[3, 4\], found bool \[3, 2\]": lambda c: objective.mean(
+            LOGITS, LOGITS[:, :2] > 0, c
+        ),
+        r"must be a bool tensor \[3\] or own row numbers, found bool \[3, 4\]": lambda c: objective.cross_entropy(
+            LOGITS, BAD, LOGITS > 0, c
+        ),
+        r"one row per own node.*replicated": lambda c: objective.mean(torch.tensor(1.0), None, c),
+        "one row per own node, found float": lambda c: objective.sum(1.0, None, c),
+        "replicated: expected a floating point tensor, found": lambda c: objective.replicated(1.0, c),
+        "y must hold class ids, found float32": lambda c: metrics.accuracy(LOGITS, LOGITS, TRUE, c),
+        r"weight must have one entry per class, \[4\], found float32 \[3\]": lambda c: objective.cross_entropy(
+            LOGITS, BAD, TRUE, c, weight=torch.ones(3)
+        ),
+        "weights of the masked nodes add up to 0": lambda c: objective.cross_entropy(
+            LOGITS, BAD, TRUE, c, weight=torch.zeros(4)
+        ),
+    },
+    DivergenceError: {
+        r"without class -1 on rank 0, .* without class -2 on rank 1; .*ignored class": lambda c: (
+            objective.cross_entropy(LOGITS, BAD, None, c, ignore_index=-1 - c.rank)
+        ),
+        r"float32 \[num_own, 4\] on rank 0, float64 \[num_own, 4\] on rank 1; dtype, trailing": lambda c: (
+            objective.cross_entropy(LOGITS.to([torch.float32, torch.float64][c.rank]), BAD, TRUE, c)
+        ),
+        "ranks pass different kinds of rows": lambda c: objective.cross_entropy(LOGITS[:, : 4 - c.rank], BAD, TRUE, c),
+        OTHER_WEIGHTS: lambda c: objective.cross_entropy(LOGITS, BAD, TRUE, c, weight=torch.arange(1.0, 5.0) + c.rank),
+    },
+}
 
-    assert run(body, 2) == [True, True]
+
+@pytest.mark.parametrize(("error", "text"), [(error, text) for error in MISTAKES for text in MISTAKES[error]])
+@pytest.mark.ranks(2)
+def test_mistakes_are_told_in_words(comm, error, text):
+    with pytest.raises(error, match=text):
+        MISTAKES[error][text](comm)

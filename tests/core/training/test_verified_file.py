@@ -1,7 +1,5 @@
 """Files of which every byte is verified: what is written comes back or is refused, and nothing else is touched."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -9,8 +7,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from shardpass.core.training.verified_file import digest, read_verified, write_verified
-from shardpass.testing.live_bytes import LiveBytes
+from shardpass.core.training import digest, read_verified, write_verified
+from shardpass.testing import LiveBytes
 
 TEXT = '{"epoch": 3, "name": "Grüße"}'
 

@@ -1,7 +1,5 @@
 """Functions of no rows give no rows where they treat rows one by one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """A wrapped model called from outside: which calls are followed, one forward pass, tied to its process."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardpass.backends.local import LocalCommunicator
+from shardpass.backends import LocalCommunicator
 from shardpass.core.ranks import Ranks
 from shardpass.core.ranks.torch_private import dispatch_modes
 from shardpass.core.training import GradientSums
