@@ -24,8 +24,7 @@ from . import test_dgl_hetero as hetero
 from . import test_dgl_modules as modules
 from .dgl_cases import CONVS, FLOAT32, graph_of
 from .dgl_parity import BOUND, caller
-from .how_much import MODES
-from .layer_errors import largest_error, relative
+from .how_much import MODES, largest_error, relative
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "dgl-layers.md"
 AT_ONCE = ("SAGEConv lstm", "PNAConv", "DGNConv", "AtomicConv")

@@ -22,8 +22,7 @@ from shardpass.frontends.pyg.refusals import REFUSED
 
 from . import hetero_cases
 from .conv_cases import CONVS, KERNEL, ONE_PASS_SOFTMAX, ONE_SHOT, SORTED
-from .how_much import MODES
-from .layer_errors import largest_error
+from .how_much import MODES, largest_error
 from .pyg_cases import GRAPH
 
 BOUND = 1e-10
