@@ -1,7 +1,5 @@
 """Models with attention or of several types as the examples of DGL's repository write them; see dgl_models.py."""
 
-from __future__ import annotations
-
 import dgl.function as fn
 import dgl.nn.pytorch as dnn
 import torch

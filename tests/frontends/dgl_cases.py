@@ -8,7 +8,7 @@ import dgl.nn.pytorch as dnn
 import torch
 from torch import Tensor, nn
 
-from shardpass.testing.graphs import WholeGraph
+from shardpass.testing import WholeGraph
 
 from .dgl_parity import GRAPH, LOOPED, LOOPLESS, NUM_EDGES, Case, Inputs, edges, onto_nodes, own
 

@@ -23,7 +23,8 @@ from . import test_dgl_hetero as hetero
 from . import test_dgl_modules as modules
 from .dgl_cases import CONVS, FLOAT32, graph_of
 from .dgl_parity import BOUND, caller
-from .layer_errors import largest_error, lists_of_layers, relative, rows_by_reason
+from .how_much import largest_error, relative
+from .layer_lists import lists_of_layers, rows_by_reason
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "dgl-layers.md"
 AT_ONCE = ("SAGEConv lstm", "PNAConv", "DGNConv", "AtomicConv")

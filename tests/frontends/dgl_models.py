@@ -3,8 +3,6 @@
 Classes are in their published form, shortened where lines do not touch rows, such as the reading of options.
 """
 
-from __future__ import annotations
-
 import dgl
 import dgl.function as fn
 import dgl.nn.pytorch as dnn

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -92,6 +92,11 @@ def onto_nodes(rows: Tensor, g: Any) -> Tensor:
 
 EVERY_MODE = (MODES,) * 3
 MODE_EACH = (("sar",), ("halo",))
+
+
+def some_or_all(modes: tuple[tuple[str, ...], ...] = MODE_EACH, later: Iterable[int] = (1, 2, 3, 4)) -> list[Any]:
+    """Of `ranks` and `modes`: three ranks in `modes` by default, and `later` in every mode with the long tests."""
+    return [pytest.param(3, modes), *(pytest.param(n, EVERY_MODE, marks=pytest.mark.long) for n in later)]
 
 
 def assert_dgl_exact(

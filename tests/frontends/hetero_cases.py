@@ -9,7 +9,7 @@ import torch
 import torch_geometric.nn as gnn
 from torch import nn
 
-from shardpass.testing.hetero import awkward_hetero_graph
+from shardpass.testing import awkward_hetero_graph
 from shardpass.testing.parity import HeteroCaller, Tensors
 
 GRAPH = awkward_hetero_graph(channels=5, edge_channels=3)

@@ -1,4 +1,7 @@
-"""How much the parity tests run: by default three ranks, two modes and an assignment for each; the rest when long."""
+"""How much the parity tests run: by default three ranks, two modes and an assignment for each; the rest when long.
+
+The tables of layers are made with `largest_error`.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,20 @@ from torch import nn
 
 import shardpass as sp
 from shardpass.testing import (
+    Outcome,
     WholeGraph,
     WholeHeteroGraph,
     assert_exact,
     assignments,
+    differences,
+    evaluate_sharded,
+    evaluate_whole,
     hetero_assignments,
 )
 
 MODES = ("sar", "keep", "halo")
+EACH_MODE_ONCE = tuple((mode,) for mode in MODES)
+"""Of `assert_exact_in`: every mode, and every assignment, but not each with each."""
 LATER = [pytest.param(ranks, True, marks=pytest.mark.long) for ranks in (1, 2, 3, 4)]
 SOME_OR_ALL = [pytest.param(3, False), *LATER]
 """Of `ranks` and `every_mode`."""
@@ -91,3 +100,38 @@ def assert_case_exact(
     torch.manual_seed(0)
     chosen = (modes,) * 3 if every_mode else ((modes[0],), (modes[-1],))
     assert_exact_in(chosen, make().double(), graph, call, wrap, ranks, sp.Options(**options))
+
+
+def largest_error(
+    case: tuple[Callable[[], nn.Module], Any],
+    graph: WholeGraph | WholeHeteroGraph,
+    wrap: Callable[..., nn.Module],
+    ranks: Iterable[int],
+    chunk_bytes: int,
+    modes: tuple[str, ...] = MODES,
+    errors: Callable[[Outcome, Outcome], Mapping[str, float]] = differences,
+) -> float:
+    """The largest of `errors` between a case on the whole graph and on some ranks.
+
+    Args:
+        case: how to make and how to call the model.
+        ranks: numbers of ranks.
+        errors: the error of every tensor of the second outcome against the first.
+    """
+    make, call = case
+    torch.manual_seed(0)
+    model, worst = make().double(), 0.0
+    whole = evaluate_whole(model, graph, call)
+    for count in ranks:
+        for owners in owners_of(graph, count).values():
+            for mode in modes:
+                options = sp.Options(mode=mode, chunk_bytes=chunk_bytes)
+                found = evaluate_sharded(model, graph, call, owners, count, wrap, options, whole)
+                worst = max(worst, *errors(whole, found).values())
+    return worst
+
+
+def relative(whole: Outcome, sharded: Outcome) -> dict[str, float]:
+    """The largest error of every tensor, relative to its largest entry where that is above 1."""
+    sizes = {name: float(t.abs().max()) if t.numel() else 1.0 for name, t in whole.tensors().items()}
+    return {name: error / max(1.0, sizes[name]) for name, error in differences(whole, sharded).items()}

@@ -5,7 +5,8 @@ The graph tempts whoever knows rows by their number. It has as many edges as nod
 
 A table is a text. A line at its margin is the name of a case, and the lines below are statements of ``forward`` between
 the layers. They read and set ``h``; ``n`` is ``h.size(0)``. ``# here`` ends the line that a refusal must name. If they
-return something themselves, it is what the model returns. Lines that begin with a word and a colon stand elsewhere:
+return something themselves, it is what the model returns. A case of one line may stand behind its name and ``|``, and
+``name | module | line`` has the module as ``self.over``. Lines that begin with a word and a colon stand elsewhere:
 
 * ``top:`` in the module, ``made:`` in ``__init__``,
 * ``message:`` in the message function of `self.own`, through which ``h`` then goes,
@@ -72,11 +73,13 @@ def whole_graph(who: Tensor = WHO) -> WholeGraph:
 
 GRAPH = whole_graph()
 
-HEAD = """import fractions
+HEAD = """import copy
+import fractions
 import math
 import operator
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -197,9 +200,14 @@ def cases(*tables: str) -> dict[str, Case]:
         if not line.strip():
             continue
         if not line.startswith(" "):
-            assert line not in found, line
-            case = found[line] = Case(line)
-            continue
+            name, *row = line.split(" | ")
+            assert name not in found and len(row) < 3, line
+            case = found[name] = Case(name)
+            if len(row) == 2:
+                case.lines["made"] = [f"self.over = {row[0]}"]
+            if not row:
+                continue
+            line = f"    {row[-1]}  # here"
         word = re.match(r"    (top|made|message|take|adds|after|says|never|alone): ?(.*)", line)
         place, text = word.groups() if word else ("code", line[4:])
         case.lines.setdefault(place, []).append(text)

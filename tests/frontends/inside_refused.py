@@ -8,8 +8,7 @@ one-hot labels by a mask
     t = torch.zeros(n, 8)
     t[m, y[m]] = 1
     h = h + t
-one-hot labels by index_put
-    h = h + h.new_zeros(n, 8).index_put((m, y[m]), torch.ones(()))
+one-hot labels by index_put | h = h + h.new_zeros(n, 8).index_put((m, y[m]), torch.ones(()))
 one-hot labels by a mask of labels
     known = y < 4
     t = torch.zeros_like(h)
@@ -55,8 +54,7 @@ a class picked on both sides of a mask
     out = h.new_empty(n)
     out[m], out[~m] = h[m, y[m]], h[~m, 0]
     h = h * out[:, None]
-a class picked of every row
-    h = h * h[torch.arange(n), y][:, None]
+a class picked of every row | h = h * h[torch.arange(n), y][:, None]
 some channels by a mask
     out = h.clone()
     out[m, 2] = 0.5
@@ -102,18 +100,15 @@ a sample of a normal distribution
 a categorical distribution
     found = torch.distributions.Categorical(logits=h)
     h = h + (found.log_prob(y) + found.entropy())[:, None]
-a Bernoulli distribution
-    h = torch.distributions.Bernoulli(probs=h.sigmoid()).log_prob(m[:, None].to(h))
+a Bernoulli distribution | h = torch.distributions.Bernoulli(probs=h.sigmoid()).log_prob(m[:, None].to(h))
 independent normals
     d = torch.distributions
     h = h + d.Independent(d.Normal(h, 1 + h.square()), 1).log_prob(torch.zeros_like(h))[:, None] / 50
 a divergence of distributions
     d = torch.distributions
     h = d.kl_divergence(d.Normal(h, h.exp().clamp(max=9) + 0.1), d.Normal(torch.zeros_like(h), torch.ones_like(h)))
-a beta distribution
-    h = torch.distributions.Beta(F.softplus(h) + 1, torch.ones_like(h)).log_prob(x[:, :1].sigmoid())
-a Dirichlet distribution
-    h = h + torch.distributions.Dirichlet(F.softplus(h) + 1).mean
+a beta distribution | h = torch.distributions.Beta(F.softplus(h) + 1, torch.ones_like(h)).log_prob(x[:, :1].sigmoid())
+a Dirichlet distribution | h = h + torch.distributions.Dirichlet(F.softplus(h) + 1).mean
 the likelihood of normals, checked
     h = F.gaussian_nll_loss(h, x[:, :1].expand(n, 8), F.softplus(h) + 0.1, reduction="none")
 the likelihood of normals by a module
@@ -196,12 +191,8 @@ two checkpoints of methods with layers
     top:         return x
     made: self.over = Block()
     h = self.over(h, ei)
-a linear layer per kind
-    made: self.over = gnn.HeteroLinear(8, 8, 8)
-    h = self.over(h, y)
-a linear layer per kind of three
-    made: self.over = gnn.HeteroLinear(8, 4, 3)
-    h = torch.cat([self.over(h, y % 3), h[:, :4]], 1)
+a linear layer per kind | gnn.HeteroLinear(8, 8, 8) | h = self.over(h, y)
+a linear layer per kind of three | gnn.HeteroLinear(8, 4, 3) | h = torch.cat([self.over(h, y % 3), h[:, :4]], 1)
 an update that reads the index
     top: class Mean(gnn.MessagePassing):
     top:     def forward(self, x, ei):

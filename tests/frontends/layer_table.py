@@ -21,7 +21,8 @@ from shardpass.frontends.pyg.refusals import REFUSED
 
 from . import hetero_cases
 from .conv_cases import CONVS, KERNEL, ONE_PASS_SOFTMAX, ONE_SHOT, SORTED
-from .layer_errors import largest_error, lists_of_layers, rows_by_reason
+from .how_much import largest_error
+from .layer_lists import lists_of_layers, rows_by_reason
 from .pyg_cases import GRAPH
 
 BOUND = 1e-10

@@ -1,7 +1,5 @@
 """Training of a layer for six epochs, alone or on ranks."""
 
-from __future__ import annotations
-
 import torch
 
 EPOCHS = 6

@@ -1,7 +1,5 @@
 """DGL's own attention layers take one sharded call; attention that users write themselves is exact without it."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -20,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardpass as sp
 from shardpass.core.aggregation import autograd as core
-from shardpass.testing.graphs import assignments, shard_in_memory
-from shardpass.testing.run import run
+from shardpass.testing import assignments, run, shard_in_memory
 
 from .dgl_cases import CONVS, ZERO
 from .dgl_parity import GRAPH, assert_dgl_exact, float64, onto_nodes  # noqa: F401
+from .on_ranks import on_ranks
 
 OWNERS = assignments(GRAPH.num_nodes, 3, GRAPH.edge_index)["random"]
 
@@ -275,7 +273,8 @@ def test_recomputed_activations(passes):
     assert len(passes) == 4
 
 
-def test_dropout_between_layers_on_ranks_of_very_different_size():
+@on_ranks(2)
+def test_dropout_between_layers_on_ranks_of_very_different_size(comm):
     """Threads share torch's generator: the large rank is in its dropout while the small one looks at a function."""
     owners = (torch.arange(GRAPH.num_nodes) < 5).long()
 
@@ -291,12 +290,8 @@ def test_dropout_between_layers_on_ranks_of_very_different_size():
                 x = layer(g, F.dropout(x, 0.5, self.training)).flatten(1)
             return x
 
-    def work(comm):
-        graph = shard_in_memory(GRAPH, owners, comm)
-        model = sp.dgl.wrap(Net().double(), comm, check=False)
-        for _ in range(8):
-            model(graph, graph.node["x"][:, :5]).sum().backward()
-            model.zero_grad()
-        return True
-
-    assert run(work, 2) == [True, True]
+    graph = shard_in_memory(GRAPH, owners, comm)
+    model = sp.dgl.wrap(Net().double(), comm, check=False)
+    for _ in range(8):
+        model(graph, graph.node["x"][:, :5]).sum().backward()
+        model.zero_grad()

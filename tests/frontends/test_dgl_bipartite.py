@@ -1,7 +1,5 @@
 """Graphs whose edges all go from one set of node types to another, called as DGL calls them: ``layer(g, (u, v))``."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -17,7 +15,7 @@ import shardpass as sp
 from shardpass.testing import WholeHeteroGraph, hetero_assignments, run, shard_hetero_in_memory
 
 from .dgl_cases import ZERO
-from .dgl_parity import EVERY_MODE, MODE_EACH, float64  # noqa: F401
+from .dgl_parity import float64, some_or_all  # noqa: F401
 from .how_much import assert_exact_in
 from .test_dgl_hetero import GRAPH as SEVERAL
 
@@ -113,23 +111,13 @@ CASES = {
 }  # fmt: skip
 
 
-def assert_bipartite_exact(name, ranks, modes):
+@pytest.mark.parametrize(("ranks", "modes"), some_or_all(later=(1, 2, 4)))
+@pytest.mark.parametrize("name", CASES)
+def test_graph_of_one_direction_equals_the_whole_graph(name, ranks, modes):
     make, call = CASES[name]
     torch.manual_seed(0)
     graph = REACHED if name == "EGATConv" else GRAPH
     assert_exact_in(modes, make().double(), graph, call, sp.dgl.wrap, ranks, sp.Options(chunk_bytes=512))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_graph_of_one_direction_equals_the_whole_graph(name):
-    assert_bipartite_exact(name, 3, MODE_EACH)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("name", CASES)
-def test_graph_of_one_direction_equals_the_whole_graph_in_every_mode(name, ranks):
-    assert_bipartite_exact(name, ranks, EVERY_MODE)
 
 
 def test_what_a_graph_of_one_direction_says_of_itself():

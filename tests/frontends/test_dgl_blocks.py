@@ -1,7 +1,5 @@
 """Message-flow graphs: blocks of a sharded graph against DGL's own ``to_block``, layer by layer and as a whole."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -15,13 +13,11 @@ import dgl.nn.pytorch as dnn
 from torch import nn
 
 import shardpass as sp
-from shardpass.testing.graphs import assignments, shard_in_memory
-from shardpass.testing.parity import cotangent
-from shardpass.testing.run import run
+from shardpass.testing import assignments, cotangent, run, shard_in_memory
 
 from .dgl_cases import ZERO
-from .dgl_parity import GRAPH, MODES, float64  # noqa: F401
-from .how_much import ONE_TO_FOUR
+from .dgl_parity import GRAPH, float64, some_or_all  # noqa: F401
+from .how_much import EACH_MODE_ONCE, ONE_TO_FOUR
 from .test_dgl_graph import sharded
 
 WANTED = torch.zeros(GRAPH.num_nodes, dtype=torch.bool)
@@ -91,7 +87,9 @@ def whole_blocks(wanted, num_layers):
     return blocks
 
 
-def assert_same(name, ranks, modes):
+@pytest.mark.parametrize(("ranks", "modes"), some_or_all(EACH_MODE_ONCE))
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_give_what_dgls_blocks_give(name, ranks, modes):
     torch.manual_seed(0)
     model = MODELS[name]().double()
     blocks = whole_blocks(WANTED.nonzero().view(-1), 2)
@@ -127,18 +125,6 @@ def assert_same(name, ranks, modes):
             for k, parameter in enumerate(mine.parameters()):
                 for result in results:
                     torch.testing.assert_close(result[4][k], parameter.grad, **close)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_blocks_give_what_dgls_blocks_give(name):
-    assert_same(name, 3, (("sar",), ("keep",), ("halo",)))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", MODELS)
-def test_blocks_give_what_dgls_blocks_give_in_every_mode(name, ranks):
-    assert_same(name, ranks, (MODES,) * 3)
 
 
 @pytest.mark.parametrize("ranks", ONE_TO_FOUR)

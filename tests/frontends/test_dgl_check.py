@@ -1,8 +1,7 @@
 """Following rows through a wrapped DGL model: what treats rows one by one is exact, the rest is refused."""
 
-from __future__ import annotations
-
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -18,174 +17,120 @@ from torch import nn
 
 import shardpass as sp
 from shardpass.errors import RefusedError
-from shardpass.testing.graphs import awkward_graph, shard_in_memory
-from shardpass.testing.run import run
+from shardpass.testing import WholeGraph, awkward_graph, run
+
+from .on_ranks import on_ranks, share
 
 GRAPH = awkward_graph(channels=5, edge_channels=3)
+BATCHED = WholeGraph(41, GRAPH.edge_index, {**GRAPH.node, "batch": torch.arange(41) % 3}, {})
 
 
 class Net(nn.Module):
-    """A model whose `between` is a program between two layers."""
+    """A program between two layers."""
 
-    def __init__(self):
+    def __init__(self, between):
         super().__init__()
         self.first, self.last = dnn.GraphConv(5, 8, allow_zero_in_degree=True), dnn.SAGEConv(8, 4, "mean")
-        self.score, self.edge, self.bn = nn.Linear(16, 1), nn.Linear(3, 8), nn.BatchNorm1d(8)
+        self.score, self.edge, self.bn, self.between = nn.Linear(16, 1), nn.Linear(3, 8), nn.BatchNorm1d(8), between
 
     def forward(self, g, x):
         with g.local_scope():
-            return self.last(g, self.between(g, self.first(g, x)))
+            g.ndata["h"] = self.first(g, x)
+            return self.last(g, self.between(self, g, g.ndata["h"]))
 
 
-class Attention(Net):
-    def between(self, g, h):
-        g.ndata["z"] = h
-        g.apply_edges(lambda e: {"s": F.leaky_relu(self.score(torch.cat([e.src["z"], e.dst["z"]], 1)))})
-        g.edata["a"] = edge_softmax(g, g.edata["s"])
-        g.update_all(fn.u_mul_e("z", "a", "m"), fn.sum("m", "o"))
-        return g.ndata["o"]
+def summed(g, message, reducer=fn.sum("m", "o")):  # noqa: B008
+    g.update_all(message, reducer)
+    return g.ndata["o"]
 
 
-class Degrees(Net):
-    def between(self, g, h):
-        scale = g.in_degrees().to(h).clamp(min=1).pow(-0.5).unsqueeze(1)
-        g.ndata["h"] = h * scale
-        g.update_all(fn.copy_u("h", "m"), fn.sum("m", "h"))
-        return g.ndata["h"] * scale * g.out_degrees().to(h).clamp(min=1).rsqrt().view(-1, 1)
+def reduced(g, reducer):
+    return summed(g, fn.copy_u("h", "m"), lambda n: {"o": reducer(n)})
 
 
-class Reached(Net):
+def attention(m, g, h):
+    g.apply_edges(lambda e: {"s": F.leaky_relu(m.score(torch.cat([e.src["h"], e.dst["h"]], 1)))})
+    g.edata["a"] = edge_softmax(g, g.edata["s"])
+    return summed(g, fn.u_mul_e("h", "a", "m"))
+
+
+def degrees(m, g, h):
+    scale = g.in_degrees().to(h).clamp(min=1).pow(-0.5).unsqueeze(1)
+    g.ndata["h"] = h * scale
+    return summed(g, fn.copy_u("h", "m")) * scale * g.out_degrees().to(h).clamp(min=1).rsqrt().view(-1, 1)
+
+
+def reached(m, g, h):
     """Asks whether any node has no in-edge, which is the same on every rank, and writes into degrees."""
-
-    def between(self, g, h):
-        if (g.in_degrees() == 0).any() and torch.any(g.in_degrees(etype="_E").eq(0)):
-            h = h * 2
-        in_degrees, out_degrees = g.in_degrees(), g.out_degrees()
-        in_degrees[in_degrees == 0] = 7
-        out_degrees.clamp_(min=3)
-        g.ndata["h"] = h / in_degrees.unsqueeze(1)
-        g.update_all(fn.copy_u("h", "m"), fn.mean("m", "h"))
-        return g.ndata["h"] * g.in_degrees().unsqueeze(1) / (g.out_degrees() + 1).unsqueeze(1)
+    if (g.in_degrees() == 0).any() and torch.any(g.in_degrees(etype="_E").eq(0)):
+        h = h * 2
+    in_degrees, out_degrees = g.in_degrees(), g.out_degrees()
+    in_degrees[in_degrees == 0] = 7
+    out_degrees.clamp_(min=3)
+    g.ndata["h"] = h / in_degrees.unsqueeze(1)
+    means = summed(g, fn.copy_u("h", "m"), fn.mean("m", "o"))
+    return means * g.in_degrees().unsqueeze(1) / (g.out_degrees() + 1).unsqueeze(1)
 
 
-class Large(Net):
+def large(m, g, h):
     """Branches on the size of the whole graph, which is above what a rank has."""
-
-    def between(self, g, h):
-        if g.num_nodes() > 20 and not g.num_edges() <= 100 and min(15, g.num_nodes()) == 15:
-            h = h * 2
-        return h[:, : min(8, g.number_of_nodes())]
+    if g.num_nodes() > 20 and not g.num_edges() <= 100 and min(15, g.num_nodes()) == 15:
+        h = h * 2
+    return h[:, : min(8, g.number_of_nodes())]
 
 
-class Gated(Net):
-    def between(self, g, h):
-        g.ndata["h"] = h
-        g.update_all(lambda e: {"m": e.src["h"] * torch.sigmoid(self.edge(e.data["edge_attr"]))}, fn.sum("m", "o"))
-        return g.ndata["o"]
+def mailbox(m, g, h):
+    reduced(g, lambda n: n.mailbox["m"].mean(1) + n.data["h"])
+    g.apply_nodes(lambda n: {"o": n.data["o"].relu()})
+    return g.ndata["o"]
 
 
-class Mailbox(Net):
-    def between(self, g, h):
-        g.ndata["h"] = h
-        g.update_all(fn.copy_u("h", "m"), lambda n: {"o": n.mailbox["m"].mean(1) + n.data["h"]})
-        g.apply_nodes(lambda n: {"o": n.data["o"].relu()})
-        return g.ndata["o"]
+def weighted(m, g, h):
+    g.edata["w"] = m.edge(g.edata["edge_attr"]).sum(1, keepdim=True).sigmoid()
+    return m.bn(summed(g, fn.u_mul_e("h", "w", "m"), fn.mean("m", "o")))
 
 
-class Weighted(Net):
-    def between(self, g, h):
-        g.edata["w"] = self.edge(g.edata["edge_attr"]).sum(1, keepdim=True).sigmoid()
-        g.ndata["h"] = h
-        g.update_all(fn.u_mul_e("h", "w", "m"), fn.mean("m", "o"))
-        return self.bn(g.ndata["o"])
+EXACT = {function.__name__: function for function in (attention, degrees, reached, large, mailbox, weighted)} | {
+    "gated": lambda m, g, h: summed(g, lambda e: {"m": e.src["h"] * torch.sigmoid(m.edge(e.data["edge_attr"]))}),
+    "kernel": lambda m, g, h: h + dgl.ops.copy_e_sum(g, g.edata["edge_weight"].view(-1, 1)),
+    "in order": lambda m, g, h: h[torch.arange(g.num_nodes())],
+}
+NUMBER = "the number of {} that this rank holds"
+REFUSED = {
+    "mean": (lambda m, g, h: h - h.mean(0), "`mean` puts rows together, over the nodes"),
+    "mean of edges": (
+        lambda m, g, h: h * (g.edata["edge_weight"] / g.edata["edge_weight"].mean()).sum(),
+        "`mean` puts rows together, over the edges",
+    ),
+    "mean of messages": (
+        lambda m, g, h: summed(g, lambda e: {"m": e.src["h"] - e.src["h"].mean(0)}),
+        "`mean` puts rows together, over the edges of the message function",
+    ),
+    "mean of mailboxes": (
+        lambda m, g, h: reduced(g, lambda n: n.mailbox["m"].sum(1) - n.mailbox["m"].mean((0, 1))),
+        "`mean` puts rows together, over the nodes of one in-degree",
+    ),
+    "size of mailboxes": (
+        lambda m, g, h: reduced(g, lambda n: n.mailbox["m"].sum(1) / n.batch_size()),
+        NUMBER.format("nodes of one in-degree"),
+    ),
+    "branch on the size of mailboxes": (
+        lambda m, g, h: reduced(g, lambda n: n.mailbox["m"].sum(1) * (2 if n.batch_size() > 2 else 1)),
+        NUMBER.format("nodes of one in-degree"),
+    ),
+    "quotient": (lambda m, g, h: h / g.num_nodes(), NUMBER.format("nodes")),
+    "degree": (lambda m, g, h: h * (2 * (g.num_edges() - g.num_nodes()) + 1), NUMBER.format("edges")),
+    "share": (lambda m, g, h: h * (g.num_nodes() * 0.1), NUMBER.format("nodes")),
+}
 
 
-class Kernel(Net):
-    def between(self, g, h):
-        return h + dgl.ops.copy_e_sum(g, g.edata["edge_weight"].view(-1, 1))
-
-
-class InOrder(Net):
-    def between(self, g, h):
-        return h[torch.arange(g.num_nodes())]
-
-
-class Mean(Net):
-    words = "`mean` puts rows together, over the nodes"
-
-    def between(self, g, h):
-        return h - h.mean(0)
-
-
-class EdgeMean(Net):
-    words = "`mean` puts rows together, over the edges"
-
-    def between(self, g, h):
-        return h * (g.edata["edge_weight"] / g.edata["edge_weight"].mean()).sum()
-
-
-class MessageMean(Net):
-    words = "`mean` puts rows together, over the edges of the message function"
-
-    def between(self, g, h):
-        g.ndata["h"] = h
-        g.update_all(lambda e: {"m": e.src["h"] - e.src["h"].mean(0)}, fn.sum("m", "o"))
-        return g.ndata["o"]
-
-
-class MailboxMean(Net):
-    words = "`mean` puts rows together, over the nodes of one in-degree"
-
-    def between(self, g, h):
-        g.ndata["h"] = h
-        g.update_all(fn.copy_u("h", "m"), lambda n: {"o": n.mailbox["m"].sum(1) - n.mailbox["m"].mean((0, 1))})
-        return g.ndata["o"]
-
-
-class MailboxSize(Net):
-    words = "the number of nodes of one in-degree that this rank holds"
-
-    def between(self, g, h):
-        g.ndata["h"] = h
-        g.update_all(fn.copy_u("h", "m"), lambda n: {"o": n.mailbox["m"].sum(1) / n.batch_size()})
-        return g.ndata["o"]
-
-
-class MailboxBranch(MailboxSize):
-    def between(self, g, h):
-        g.ndata["h"] = h
-        g.update_all(fn.copy_u("h", "m"), lambda n: {"o": n.mailbox["m"].sum(1) * (2 if n.batch_size() > 2 else 1)})
-        return g.ndata["o"]
-
-
-class Quotient(Net):
-    words = "the number of nodes that this rank holds"
-
-    def between(self, g, h):
-        return h / g.num_nodes()
-
-
-class Degree(Net):
-    words = "the number of edges that this rank holds"
-
-    def between(self, g, h):
-        return h * (2 * (g.num_edges() - g.num_nodes()) + 1)
-
-
-class Share(Net):
-    words = "the number of nodes that this rank holds"
-
-    def between(self, g, h):
-        return h * (g.num_nodes() * 0.1)
-
-
-def results(kind):
+def results(between):
     """What the model gives on each of three ranks, with the ids of the rows."""
     torch.manual_seed(0)
-    plain = kind().double().eval()
+    plain = Net(between).double().eval()
 
     def work(comm):
-        graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % comm.size, comm)
+        graph = share(GRAPH, comm, torch.arange(41) % comm.size)
         model = sp.dgl.wrap(copy.deepcopy(plain), comm).eval()
         return model(graph, graph.node["x"]).detach(), graph.node_ids
 
@@ -193,9 +138,9 @@ def results(kind):
 
 
 @pytest.mark.filterwarnings("ignore:a user-defined reduce function")
-@pytest.mark.parametrize("kind", [Attention, Degrees, Reached, Large, Gated, Mailbox, Weighted, Kernel, InOrder])
-def test_what_treats_rows_one_by_one_is_exact(kind):
-    plain, found = results(kind)
+@pytest.mark.parametrize("name", EXACT)
+def test_what_treats_rows_one_by_one_is_exact(name):
+    plain, found = results(EXACT[name])
     whole = dgl.graph(tuple(GRAPH.edge_index), num_nodes=GRAPH.num_nodes)
     whole.ndata.update(GRAPH.node)
     whole.edata.update(GRAPH.edge)
@@ -205,9 +150,71 @@ def test_what_treats_rows_one_by_one_is_exact(kind):
 
 
 @pytest.mark.filterwarnings("ignore:a user-defined reduce function")
-@pytest.mark.parametrize(
-    "kind", [Mean, EdgeMean, MessageMean, MailboxMean, MailboxSize, MailboxBranch, Quotient, Degree, Share]
-)
-def test_what_mixes_rows_is_refused(kind):
-    with pytest.raises(RefusedError, match=kind.words):
-        results(kind)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_mixes_rows_is_refused(name):
+    between, words = REFUSED[name]
+    with pytest.raises(RefusedError, match=words):
+        results(between)
+
+
+def _gate(last):
+    return nn.Sequential(nn.Linear(5, 5), last)
+
+
+LAYERS = {
+    "activation": lambda: dnn.SAGEConv(5, 3, "mean", activation=nn.Softmax(dim=0)),
+    "norm": lambda: dnn.SAGEConv(5, 3, "mean", norm=partial(F.normalize, dim=0)),
+    "function of torch": lambda: dnn.GATConv(5, 3, 2, activation=partial(F.softmax, dim=0), allow_zero_in_degree=True),
+    "mlp": lambda: dnn.GINConv(_gate(nn.Softmax(0))),
+    "norm of PyG": lambda: dnn.SAGEConv(5, 3, "mean", norm=pytest.importorskip("torch_geometric").nn.PairNorm()),
+    "gate of a readout": lambda: dnn.GlobalAttentionPooling(nn.Sequential(nn.Linear(5, 1), nn.Softmax(0))),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@on_ranks(2)
+def test_what_a_layer_is_made_with_is_followed(comm, name):
+    graph, model = share(GRAPH, comm), dnn.Sequential(LAYERS[name]()).double()
+    with pytest.raises(RefusedError, match="puts rows together, over the nodes"):
+        sp.dgl.wrap(model, comm)(sp.dgl.graph(graph), graph.x)
+
+
+@on_ranks(2)
+def test_a_graph_has_the_numbers_that_refusals_name(comm):
+    graph = sp.dgl.graph(share(GRAPH, comm))
+    assert graph.total_nodes == GRAPH.num_nodes and graph.total_edges == GRAPH.edge_index.size(1)
+    assert graph.to("cpu") is graph and graph.long() is graph and graph.create_formats_() is None
+    with pytest.raises(RefusedError, match=r"graph\.total_nodes and graph\.total_edges"):
+        1 / graph.num_nodes()
+
+
+@on_ranks(2)
+def test_readouts_refuse_a_graph_made_of_several(comm):
+    graph = sp.dgl.graph(share(BATCHED, comm))
+    for readout in (sp.dgl.sum_nodes, sp.dgl.mean_nodes, sp.dgl.max_nodes, sp.dgl.softmax_nodes):
+        with pytest.raises(RefusedError, match="stores a node field 'batch'"):
+            readout(graph, "x")
+    pooled = pytest.importorskip("torch_geometric").nn.global_add_pool(graph.ndata["x"], graph.batch)
+    expected = torch.stack([GRAPH.node["x"][BATCHED.node["batch"] == k].sum(0) for k in range(3)])
+    assert torch.allclose(pooled, expected)
+
+
+def test_a_node_type_may_be_called_node(tmp_path):
+    """Nodes of a graph of one type are called so in the engine, and `_N` in DGL; those of several keep their names."""
+    src, dst = GRAPH.edge_index
+    types = {("node", "a", "node"): (src, dst), ("node", "b", "node"): (dst, src)}
+    whole = dgl.heterograph(types, num_nodes_dict={"node": 41})
+    whole.ndata["x"] = GRAPH.node["x"]
+    sp.partition(whole, tmp_path / "parts", parts=2, method="random")
+
+    def work(comm):
+        loaded = sp.load(tmp_path / "parts", comm)
+        graph = sp.dgl.graph(loaded)
+        assert graph.ntypes == ["node"] and graph["a"].canonical_etypes == [("node", "a", "node")]
+        with graph["a"].local_scope() as _:
+            part = graph["a"]
+            part.update_all(dgl.function.copy_u("x", "m"), dgl.function.sum("m", "s"))
+            return sp.gather(loaded, part.ndata["s"], "node")
+
+    expected = torch.zeros_like(GRAPH.node["x"]).index_add(0, dst, GRAPH.node["x"][src])
+    assert torch.allclose(run(work, 2)[0], expected)

@@ -3,8 +3,6 @@
 Never a wrong number: each function below would need more of the graph than a rank has.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 
@@ -23,8 +21,7 @@ import shardpass as sp
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.closed import ClosedMemberError, advice_for
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
-from shardpass.testing.graphs import assignments, shard_in_memory
-from shardpass.testing.run import run
+from shardpass.testing import assignments, run, shard_in_memory
 
 from .dgl_parity import GRAPH, float64  # noqa: F401
 from .test_dgl_graph import sharded

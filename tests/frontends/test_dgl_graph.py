@@ -1,7 +1,5 @@
 """What stands for a DGLGraph: built-in message passing, data, scopes, counts and degrees, as on the whole graph."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -16,10 +14,20 @@ from torch import nn
 import shardpass as sp
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.counts import EdgeCount, NodeCount
-from shardpass.testing.graphs import assignments, shard_in_memory
-from shardpass.testing.run import run
+from shardpass.testing import assignments, run, shard_in_memory
 
-from .dgl_parity import EVERY_MODE, GRAPH, assert_dgl_exact, dgl_graph, edges, float64, onto_nodes, own  # noqa: F401
+from .dgl_parity import (  # noqa: F401
+    GRAPH,
+    assert_dgl_exact,
+    dgl_graph,
+    edges,
+    float64,
+    onto_nodes,
+    own,
+    some_or_all,
+)
+from .how_much import EACH_MODE_ONCE
+from .on_ranks import on_ranks, share
 
 SPREAD = assignments(GRAPH.num_nodes, 3, GRAPH.edge_index)["no edges"]
 REDUCERS = (fn.sum, fn.mean, fn.max, fn.min)
@@ -47,6 +55,11 @@ def of(function):
 def sharded(work, owners=SPREAD, ranks=3, options=None):
     """What ``work(graph, comm)`` gives on each rank."""
     return run(lambda comm: work(sp.dgl.graph(shard_in_memory(GRAPH, owners, comm, options)), comm), ranks)
+
+
+def spread(comm):
+    """The graph of a rank, which has edges or none."""
+    return sp.dgl.graph(share(GRAPH, comm, "no edges"))
 
 
 def rows(out):
@@ -81,16 +94,10 @@ def binary(name, shapes):
 SAME = dict.fromkeys("uve", torch.Size([3]))
 
 
+@pytest.mark.parametrize(("ranks", "modes"), some_or_all(((), (), ("sar",))))
 @pytest.mark.parametrize("name", BINARY)
-def test_builtin_messages(name):
-    assert_dgl_exact(binary(name, SAME), modes=((), (), ("sar",)))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", BINARY)
-def test_builtin_messages_in_every_mode(name, ranks):
-    assert_dgl_exact(binary(name, SAME), ranks=ranks, modes=EVERY_MODE)
+def test_builtin_messages(name, ranks, modes):
+    assert_dgl_exact(binary(name, SAME), ranks=ranks, modes=modes)
 
 
 @pytest.mark.parametrize("make", [lambda m: fn.copy_u("u", m), lambda m: fn.copy_e("e", m)], ids=["u", "e"])
@@ -168,7 +175,7 @@ def test_extrema_give_the_whole_gradient_to_one_edge():
         return torch.cat(out, 1)
 
     for case in (of(function), of(straight)):
-        assert_dgl_exact(case, modes=EVERY_MODE)
+        assert_dgl_exact(case, modes=EACH_MODE_ONCE)
 
 
 def test_edges_in_part():
@@ -186,7 +193,7 @@ def test_edges_in_part():
         g.update_all(fn.copy_e("a", "m"), fn.sum("m", "out"))
         return torch.cat([g.ndata["out"], onto_nodes(g.edata["a"], g), onto_nodes(g.edata["w"], g)], 1)
 
-    assert_dgl_exact(of(function), modes=EVERY_MODE)
+    assert_dgl_exact(of(function), modes=EACH_MODE_ONCE)
 
 
 @pytest.mark.parametrize("wrong", [(torch.tensor([0]), torch.tensor([1])), (0, 1), [-1], [220], torch.tensor([0, 220])])
@@ -221,7 +228,7 @@ def test_nodes_in_part_and_apply_functions():
         )
         return torch.cat([g.ndata["x"], g.ndata["y"], g.ndata["z"].unsqueeze(1), g.ndata["h"], g.ndata["k"]], 1)
 
-    assert_dgl_exact(of(function), modes=EVERY_MODE)
+    assert_dgl_exact(of(function), modes=EACH_MODE_ONCE)
 
 
 def test_degrees_are_those_of_the_whole_graph():
@@ -256,46 +263,44 @@ def test_data_of_the_store_is_there_with_original_ids():
     assert torch.equal(nodes, torch.arange(41)) and torch.equal(eids, torch.arange(220))
 
 
-def test_the_views_of_data_are_one():
-    def work(g, comm):
-        h, w = torch.rand(g.num_nodes(), 2), torch.rand(g.num_edges())
-        g.nodes["_N"].data["a"] = h
-        g.srcdata["b"] = h
-        g.dstnodes["_N"].data["c"] = h
-        g.nodes[None].data["d"] = h
-        for view in (g.ndata, g.srcdata, g.dstdata, g.nodes["_N"].data, g.srcnodes["_N"].data, g.nodes.data):
-            assert all(view[name] is h for name in "abcd")
-        g.edges["_E"].data["w"] = w
-        assert g.edata["w"] is w and g.edges["_N", "_E", "_N"].data["w"] is w and g["_E"].edata["w"] is w
-        assert g.ndata.pop("d") is h and "d" not in g.srcdata
-        del g.edata["w"]
-        assert "w" not in g.edata
-        g.ndata.update({"e": h, "f": h})
-        assert g.srcdata["f"] is h
-
-    sharded(work)
+@on_ranks(3)
+def test_the_views_of_data_are_one(comm):
+    g = spread(comm)
+    h, w = torch.rand(g.num_nodes(), 2), torch.rand(g.num_edges())
+    g.nodes["_N"].data["a"] = h
+    g.srcdata["b"] = h
+    g.dstnodes["_N"].data["c"] = h
+    g.nodes[None].data["d"] = h
+    for view in (g.ndata, g.srcdata, g.dstdata, g.nodes["_N"].data, g.srcnodes["_N"].data, g.nodes.data):
+        assert all(view[name] is h for name in "abcd")
+    g.edges["_E"].data["w"] = w
+    assert g.edata["w"] is w and g.edges["_N", "_E", "_N"].data["w"] is w and g["_E"].edata["w"] is w
+    assert g.ndata.pop("d") is h and "d" not in g.srcdata
+    del g.edata["w"]
+    assert "w" not in g.edata
+    g.ndata.update({"e": h, "f": h})
+    assert g.srcdata["f"] is h
 
 
 @pytest.mark.parametrize("raised", [False, True])
-def test_scopes_forget_what_was_set(raised):
-    def work(g, comm):
-        kept = g.ndata["x"]
-        g.edata["w"] = w = torch.rand(g.num_edges())
-        with pytest.raises(ZeroDivisionError) if raised else g.local_scope(), g.local_scope():
-            g.ndata["x"] = kept * 2
-            g.ndata["y"] = kept
-            g["_E"].edata["w"] = w * 2
-            del g.edata["edge_attr"]
-            assert torch.equal(g.srcdata["x"], kept * 2)
-            if raised:
-                raise ZeroDivisionError
-        assert g.ndata["x"] is kept and "y" not in g.ndata and g.edata["w"] is w and "edge_attr" in g.edata
-        other = g.local_var()
-        other.ndata["y"] = kept
-        other.edata.clear()
-        assert "y" not in g.ndata and g.edata["w"] is w and other.num_nodes() == g.num_nodes()
-
-    sharded(work)
+@on_ranks(3)
+def test_scopes_forget_what_was_set(comm, raised):
+    g = spread(comm)
+    kept = g.ndata["x"]
+    g.edata["w"] = w = torch.rand(g.num_edges())
+    with pytest.raises(ZeroDivisionError) if raised else g.local_scope(), g.local_scope():
+        g.ndata["x"] = kept * 2
+        g.ndata["y"] = kept
+        g["_E"].edata["w"] = w * 2
+        del g.edata["edge_attr"]
+        assert torch.equal(g.srcdata["x"], kept * 2)
+        if raised:
+            raise ZeroDivisionError
+    assert g.ndata["x"] is kept and "y" not in g.ndata and g.edata["w"] is w and "edge_attr" in g.edata
+    other = g.local_var()
+    other.ndata["y"] = kept
+    other.edata.clear()
+    assert "y" not in g.ndata and g.edata["w"] is w and other.num_nodes() == g.num_nodes()
 
 
 def test_what_kind_of_graph_it_is():

@@ -1,7 +1,5 @@
 """Graphs of several types: `HeteroGraphConv`, message passing by type and over all types, typed blocks."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -27,8 +25,8 @@ from shardpass.testing import (
 )
 
 from .dgl_cases import ZERO
-from .dgl_parity import BOUND, EVERY_MODE, MODE_EACH, assert_dgl_exact, float64  # noqa: F401
-from .how_much import assert_exact_in
+from .dgl_parity import BOUND, assert_dgl_exact, float64, some_or_all  # noqa: F401
+from .how_much import EACH_MODE_ONCE, assert_exact_in
 
 _MADE = awkward_hetero_graph(channels=5, edge_channels=3)
 
@@ -254,22 +252,12 @@ def graph_of(name):
     return FULL if name.startswith(ON_FULL) else GRAPH
 
 
-def assert_typed_exact(name, ranks, modes):
+@pytest.mark.parametrize(("ranks", "modes"), some_or_all())
+@pytest.mark.parametrize("name", CASES)
+def test_several_types_equal_the_whole_graph(name, ranks, modes):
     make, call = CASES[name]
     torch.manual_seed(0)
     assert_exact_in(modes, make().double(), graph_of(name), call, sp.dgl.wrap, ranks, sp.Options(chunk_bytes=512))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_several_types_equal_the_whole_graph(name):
-    assert_typed_exact(name, 3, MODE_EACH)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", CASES)
-def test_several_types_equal_the_whole_graph_in_every_mode(name, ranks):
-    assert_typed_exact(name, ranks, EVERY_MODE)
 
 
 def homogeneous():
@@ -298,7 +286,7 @@ def test_typed_layers_on_the_graph_turned_homogeneous(name, presorted):
     def call(m, g, i):
         return m(g, i["x"], *(i[field] for field in names), presorted=presorted)
 
-    assert_dgl_exact((make, call), homogeneous(), modes=EVERY_MODE)
+    assert_dgl_exact((make, call), homogeneous(), modes=EACH_MODE_ONCE)
 
 
 class TwoHetero(nn.Module):

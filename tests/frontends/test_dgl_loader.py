@@ -1,14 +1,13 @@
 """Sampled blocks of DGL: each against the whole graph, on several ranks, and the gradients of a step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 import shardpass as sp
 from shardpass.errors import RefusedError
-from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
-from shardpass.testing.run import run
+from shardpass.testing import assignments, awkward_graph, awkward_hetero_graph, run, shard_in_memory
+
+from .on_ranks import on_ranks, share
 
 dgl = pytest.importorskip("dgl")
 
@@ -48,14 +47,14 @@ def assert_blocks_hold(batch, graph, fanouts, replace=False):
         assert torch.equal(blocks[-1].dstdata[name], tensor[output_nodes]), name
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_blocks_are_parts_of_the_graph(ranks):
     for (kind, owners), replace in zip(assignments(GRAPH.num_nodes, ranks, GRAPH.edge_index).items(), [0, 1, 0]):
 
         def fn(comm, owners=owners, replace=bool(replace)):
-            share = shard_in_memory(GRAPH, owners, comm)
+            own = shard_in_memory(GRAPH, owners, comm)
             sampler = dgl.dataloading.NeighborSampler([3, -1], replace=replace)
-            loader = sp.dgl.DataLoader(share, share.train_mask, sampler, batch_size=4, shuffle=True)
+            loader = sp.dgl.DataLoader(own, own.train_mask, sampler, batch_size=4, shuffle=True)
             return [list(loader) for _ in range(2)], len(loader)
 
         found = run(fn, ranks)
@@ -83,9 +82,9 @@ def gradients(ranks, batch_size, kind="random"):
     owners = assignments(GRAPH.num_nodes, ranks, GRAPH.edge_index)[kind]
 
     def fn(comm):
-        share = shard_in_memory(GRAPH, owners, comm)
+        own = shard_in_memory(GRAPH, owners, comm)
         sampler = dgl.dataloading.NeighborSampler([2, 3])
-        loader = sp.dgl.DataLoader(share, share.train_mask, sampler, batch_size, shuffle=True, seed=5)
+        loader = sp.dgl.DataLoader(own, own.train_mask, sampler, batch_size, shuffle=True, seed=5)
         with sp.seed(0, comm):
             model = SAGE().double()
         full = sp.dgl.exact(model, comm)
@@ -100,7 +99,7 @@ def gradients(ranks, batch_size, kind="random"):
             steps.append([loss.item(), *(p.grad.clone() for p in model.parameters())])
             optimizer.step()
         with torch.no_grad():
-            out = sp.gather(share, full([share, share], share.x))
+            out = sp.gather(own, full([own, own], own.x))
         whole = SAGE().double()
         whole.load_state_dict(full.state_dict())
         g = dgl.graph(tuple(GRAPH.edge_index), num_nodes=GRAPH.num_nodes)
@@ -128,22 +127,18 @@ class Normed(torch.nn.Module):
         return self.embed(g, x) * 2
 
 
-def test_methods_of_an_exact_copy_use_the_mean_of_the_statistics():
-    owners = assignments(GRAPH.num_nodes, 3, GRAPH.edge_index)["empty part"]
-
-    def fn(comm):
-        share = shard_in_memory(GRAPH, owners, comm, sp.Options(chunk_bytes=64))
-        with sp.seed(0, comm):
-            model = Normed().double()
-        full = sp.dgl.exact(model, comm)
-        model.norm.running_mean.fill_(3.0 * comm.rank)
-        found = full.embed(share, share.x)
-        assert torch.equal(model.norm.running_mean, torch.full((5,), 3.0, dtype=torch.float64))
-        torch.testing.assert_close(full(share, share.x), found * 2)
-        g = dgl.graph(tuple(GRAPH.edge_index), num_nodes=GRAPH.num_nodes)
-        torch.testing.assert_close(found, model.eval().embed(g, GRAPH.node["x"])[share.node_ids])
-
-    run(fn, 3)
+@on_ranks(3)
+def test_methods_of_an_exact_copy_use_the_mean_of_the_statistics(comm):
+    own = share(GRAPH, comm, "empty part", chunk_bytes=64)
+    with sp.seed(0, comm):
+        model = Normed().double()
+    full = sp.dgl.exact(model, comm)
+    model.norm.running_mean.fill_(3.0 * comm.rank)
+    found = full.embed(own, own.x)
+    assert torch.equal(model.norm.running_mean, torch.full((5,), 3.0, dtype=torch.float64))
+    torch.testing.assert_close(full(own, own.x), found * 2)
+    g = dgl.graph(tuple(GRAPH.edge_index), num_nodes=GRAPH.num_nodes)
+    torch.testing.assert_close(found, model.eval().embed(g, GRAPH.node["x"])[own.node_ids])
 
 
 def test_training_does_not_depend_on_the_ranks():
@@ -158,33 +153,62 @@ def test_training_does_not_depend_on_the_ranks():
         torch.testing.assert_close(out, whole, rtol=0, atol=1e-10)
 
 
-def test_what_is_refused():
-    owners = assignments(GRAPH.num_nodes, 2, GRAPH.edge_index)["random"]
+@on_ranks(2)
+def test_what_is_refused(comm):
+    own = share(GRAPH, comm)
+    sampler = dgl.dataloading.NeighborSampler([2])
+    for other in (dgl.dataloading.ShaDowKHopSampler([2]), dgl.dataloading.as_edge_prediction_sampler(sampler)):
+        with pytest.raises(RefusedError, match="Sampler is not supported on a sharded graph: the ranks that own"):
+            sp.dgl.DataLoader(own, own.train_mask, other)
+    with pytest.raises(RefusedError, match="edge_dir='out'"):
+        sp.dgl.DataLoader(own, own.train_mask, dgl.dataloading.NeighborSampler([2], edge_dir="out"))
+    with pytest.raises(TypeError, match="DataLoader got num_workers=2, which is not supported on a sharded graph"):
+        sp.dgl.DataLoader(own, own.train_mask, sampler, num_workers=2)
+    with pytest.raises(ValueError, match="batch_size is 0; expected an integer, 1 or more"):
+        sp.dgl.DataLoader(own, own.train_mask, sampler, batch_size=0)
+    with pytest.raises(TypeError, match="DataLoader got device='cuda:7'"):
+        sp.dgl.DataLoader(own, own.train_mask, sampler, device="cuda:7")
+    with pytest.raises(TypeError, match=r"graph that shardpass.load returned, found a DGLGraph"):
+        sp.dgl.DataLoader(dgl.graph(([0], [1])), own.train_mask, sampler)
+    for seeds, words in ((None, "got None"), ("all", "got 'all'"), (own.train_mask.float(), "got torch.float32")):
+        with pytest.raises(ValueError, match=f"expected a .*mask or own rows.*{words}"):
+            sp.dgl.DataLoader(own, seeds, sampler)
+    for fanouts, words in ((5, "sampler is 5; expected a list"), ([], "is \\[\\]"), ([2.5], "fanouts holds 2.5")):
+        with pytest.raises(ValueError, match=words):
+            sp.dgl.DataLoader(own, own.train_mask, dgl.dataloading.NeighborSampler(fanouts))
+    with pytest.raises(ValueError, match="23 seeds in batches of 1 on 2 ranks leave some ranks without a seed"):
+        sp.dgl.DataLoader(own, own.train_mask, sampler)
+    assert len(sp.dgl.DataLoader(own, own.train_mask, sampler, drop_last=True, device="cpu", num_workers=0)) == 11
+
+
+def test_blocks_of_several_types():
+    graph = awkward_hetero_graph()
+    fanouts = [2, {kind: 3 if kind[2] == "paper" else 0 for kind in graph.edges}]
 
     def fn(comm):
-        share = shard_in_memory(GRAPH, owners, comm)
-        sampler = dgl.dataloading.NeighborSampler([2])
-        for other in (dgl.dataloading.ShaDowKHopSampler([2]), dgl.dataloading.as_edge_prediction_sampler(sampler)):
-            with pytest.raises(RefusedError, match="Sampler is not supported on a sharded graph: the ranks that own"):
-                sp.dgl.DataLoader(share, share.train_mask, other)
-        with pytest.raises(RefusedError, match="edge_dir='out'"):
-            sp.dgl.DataLoader(share, share.train_mask, dgl.dataloading.NeighborSampler([2], edge_dir="out"))
-        with pytest.raises(TypeError, match="DataLoader got num_workers=2, which is not supported on a sharded graph"):
-            sp.dgl.DataLoader(share, share.train_mask, sampler, num_workers=2)
-        with pytest.raises(ValueError, match="batch_size is 0; expected an integer, 1 or more"):
-            sp.dgl.DataLoader(share, share.train_mask, sampler, batch_size=0)
-        with pytest.raises(TypeError, match="DataLoader got device='cuda:7'"):
-            sp.dgl.DataLoader(share, share.train_mask, sampler, device="cuda:7")
-        with pytest.raises(TypeError, match=r"graph that shardpass.load returned, found a DGLGraph"):
-            sp.dgl.DataLoader(dgl.graph(([0], [1])), share.train_mask, sampler)
-        for seeds, words in ((None, "got None"), ("all", "got 'all'"), (share.train_mask.float(), "got torch.float32")):
-            with pytest.raises(ValueError, match=f"expected a .*mask or own rows.*{words}"):
-                sp.dgl.DataLoader(share, seeds, sampler)
-        for fanouts, words in ((5, "sampler is 5; expected a list"), ([], "is \\[\\]"), ([2.5], "fanouts holds 2.5")):
-            with pytest.raises(ValueError, match=words):
-                sp.dgl.DataLoader(share, share.train_mask, dgl.dataloading.NeighborSampler(fanouts))
-        with pytest.raises(ValueError, match="23 seeds in batches of 1 on 2 ranks leave some ranks without a seed"):
-            sp.dgl.DataLoader(share, share.train_mask, sampler)
-        return len(sp.dgl.DataLoader(share, share.train_mask, sampler, drop_last=True, device="cpu", num_workers=0))
+        own = share(graph, comm)
+        seeds = {kind: torch.arange(own[kind].num_own_nodes) for kind in ("paper", "author")}
+        sampler = dgl.dataloading.NeighborSampler(fanouts)
+        return list(sp.dgl.DataLoader(own, seeds, sampler, batch_size=6, shuffle=True))
 
-    assert run(fn, 2) == [11, 11]
+    found = [batch for rank in run(fn, 2) for batch in rank]
+    for inputs, outputs, blocks in found:
+        assert len(blocks) == 2 and outputs["venue"].numel() == 0
+        for kind in graph.num_nodes:
+            assert torch.equal(blocks[0].srcnodes[kind].data["x"], graph.node[kind]["x"][inputs[kind]])
+            assert torch.equal(blocks[1].dstnodes[kind].data[dgl.NID], outputs[kind])
+        for block, fanout in zip(blocks, (dict.fromkeys(graph.edges, 2), fanouts[1]), strict=True):
+            for kind, edges in graph.edges.items():
+                src, dst = block.edges(etype=kind)
+                ids = torch.stack(
+                    [block.srcnodes[kind[0]].data[dgl.NID][src], block.dstnodes[kind[2]].data[dgl.NID][dst]]
+                )
+                edge_ids = block.edges[kind].data[dgl.EID]
+                assert torch.equal(ids, edges[:, edge_ids])
+                assert torch.equal(block.edges[kind].data["edge_attr"], graph.edge[kind]["edge_attr"][edge_ids])
+                degree = torch.bincount(edges[1], minlength=graph.num_nodes[kind[2]])
+                wanted = degree[block.dstnodes[kind[2]].data[dgl.NID]].clamp(max=fanout[kind])
+                assert torch.equal(block.in_degrees(etype=kind), wanted)
+    for kind in ("paper", "author"):
+        seeds = torch.cat([outputs[kind] for _, outputs, _ in found])
+        assert torch.equal(seeds.sort().values, torch.arange(graph.num_nodes[kind]))

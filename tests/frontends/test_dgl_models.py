@@ -1,7 +1,5 @@
 """The example models of DGL's repository run unchanged on a sharded graph, or are refused at their line."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -20,8 +18,9 @@ from shardpass.testing import assignments, run, shard_hetero_in_memory, shard_in
 
 from . import dgl_attention_models as attention
 from . import dgl_models as models
-from .dgl_parity import EVERY_MODE, LOOPED, NUM_EDGES, assert_dgl_exact, edges, float64  # noqa: F401
+from .dgl_parity import LOOPED, NUM_EDGES, assert_dgl_exact, edges, float64, some_or_all  # noqa: F401
 from .how_much import assert_exact_in
+from .on_ranks import on_ranks
 from .test_dgl_hetero import ETYPES, FULL, typed_graph
 
 NODES = LOOPED.num_nodes
@@ -104,16 +103,10 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(("ranks", "modes"), some_or_all(((), ("sar",)), (1, 3)))  # where one part is empty
 @pytest.mark.parametrize("name", CASES)
-def test_example_equals_the_whole_graph(name):
-    assert_dgl_exact(CASES[name], LOOPED, modes=((), ("sar",)))  # where one part is empty
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("name", CASES)
-def test_example_equals_the_whole_graph_in_every_mode(name, ranks):
-    assert_dgl_exact(CASES[name], LOOPED, ranks, EVERY_MODE)
+def test_example_equals_the_whole_graph(name, ranks, modes):
+    assert_dgl_exact(CASES[name], LOOPED, ranks, modes)
 
 
 def _hgt(m, fields, given):
@@ -138,11 +131,10 @@ TYPED = {
 
 
 @pytest.mark.parametrize("name", TYPED)
-@pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.long)])
-def test_example_of_several_types_equals_the_whole_graph(name, ranks):
+@pytest.mark.parametrize(("ranks", "modes"), some_or_all((("sar",),), (1,)))
+def test_example_of_several_types_equals_the_whole_graph(name, ranks, modes):
     make, call = TYPED[name]
     torch.manual_seed(0)
-    modes = (("sar",),) if ranks == 3 else EVERY_MODE
     assert_exact_in(modes, make().double(), FULL, call, sp.dgl.wrap, ranks, sp.Options(chunk_bytes=512))
 
 
@@ -165,24 +157,21 @@ def test_edge_dropout_runs(name):
     assert all(run(work, 3))
 
 
-def test_a_model_that_was_made_with_the_graph():
+@on_ranks(3)
+def test_a_model_that_was_made_with_the_graph(comm):
     """It may be the graph that `load` returns; `wrap` makes of it what DGL's layers take."""
     whole = dgl.graph(tuple(LOOPED.edge_index), num_nodes=NODES)
     torch.manual_seed(0)
     expected = models.HoldsGraph(whole, [dnn.TAGConv(5, 3)])
     weights, rows = expected.state_dict(), expected(LOOPED.node["x"]).detach()
-
-    def work(comm):
-        graph = shard_in_memory(LOOPED, RANDOM, comm)
-        model = models.HoldsGraph(graph, [dnn.TAGConv(5, 3)])
-        model.load_state_dict(weights)
-        found = sp.dgl.wrap(model, comm)(graph.node["x"])
-        torch.testing.assert_close(found, rows[graph.node_ids])
-        model.g = whole
-        with pytest.raises(RefusedError, match="called with an ordinary DGLGraph or holds one"):
-            model(graph.node["x"])
-
-    run(work, 3)
+    graph = shard_in_memory(LOOPED, RANDOM, comm)
+    model = models.HoldsGraph(graph, [dnn.TAGConv(5, 3)])
+    model.load_state_dict(weights)
+    found = sp.dgl.wrap(model, comm)(graph.node["x"])
+    torch.testing.assert_close(found, rows[graph.node_ids])
+    model.g = whole
+    with pytest.raises(RefusedError, match="called with an ordinary DGLGraph or holds one"):
+        model(graph.node["x"])
 
 
 def _metapaths(m, comm):
@@ -218,13 +207,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_example_is_refused_at_its_line(name):
+@on_ranks(3)
+def test_example_is_refused_at_its_line(comm, name):
     make, call, words = REFUSED[name]
-
-    def work(comm):
+    with pytest.raises((RefusedError, dgl.DGLError), match=words):
         with sp.seed(0, comm):
             model = make()
         call(sp.dgl.wrap(model.double(), comm), comm)
-
-    with pytest.raises((RefusedError, dgl.DGLError), match=words):
-        run(work, 3)

@@ -1,7 +1,5 @@
 """Every module class of `dgl.nn` has a parity case, takes each row alone, or is refused by name; what `wrap` does."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import inspect
@@ -22,12 +20,12 @@ from torch.utils.checkpoint import checkpoint
 import shardpass as sp
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.refusals import REFUSED, refuse_unsupported
-from shardpass.testing.graphs import assignments, shard_in_memory
-from shardpass.testing.parity import cotangent
-from shardpass.testing.run import run
+from shardpass.testing import assignments, cotangent, run, shard_in_memory
 
 from .dgl_cases import CONVS, ZERO, graph_of
-from .dgl_parity import EVERY_MODE, GRAPH, assert_dgl_exact, float64  # noqa: F401
+from .dgl_parity import GRAPH, assert_dgl_exact, float64  # noqa: F401
+from .how_much import EACH_MODE_ONCE
+from .on_ranks import on_ranks, share
 
 PARTS = {
     "Attention": "TWIRLSUnfoldingAndAttention",
@@ -92,7 +90,7 @@ def readout_case(name):
 
 @pytest.mark.parametrize("name", READOUTS)
 def test_readouts_take_in_the_nodes_of_all_ranks(name):
-    assert_dgl_exact(readout_case(name), modes=EVERY_MODE)
+    assert_dgl_exact(readout_case(name), modes=EACH_MODE_ONCE)
 
 
 def test_readout_functions_have_dgls_names_and_arguments():
@@ -214,15 +212,12 @@ QUICK = ("RelGraphConv presorted", "HGTConv presorted", "GroupRevRes", "EdgeWeig
 @pytest.mark.parametrize(
     "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in CONVS if name not in QUICK)]
 )
-def test_following_rows_passes_every_layer(name):
+@on_ranks(2)
+def test_following_rows_passes_every_layer(comm, name):
     (make, call), graph = CONVS[name], graph_of(name)
     model = make().double()
-
-    def work(comm):
-        share = shard_in_memory(graph, OWNERS % 2, comm)
-        call(sp.dgl.wrap(copy.deepcopy(model), comm), sp.dgl.graph(share), {**dict(share.node), **dict(share.edge)})
-
-    run(work, 2)
+    share = shard_in_memory(graph, OWNERS % 2, comm)
+    call(sp.dgl.wrap(copy.deepcopy(model), comm), sp.dgl.graph(share), {**dict(share.node), **dict(share.edge)})
 
 
 @pytest.mark.parametrize("name", READOUTS)
@@ -237,31 +232,28 @@ def test_following_rows_passes_every_readout(name):
     sharded(work, 2)
 
 
-def test_a_copy_of_a_wrapped_model_is_one_of_its_own():
-    def work(comm, graph):
-        model = sp.dgl.wrap(dnn.GraphConv(5, 3, **ZERO), comm)
-        out, other = model(graph, graph.node["x"]), copy.deepcopy(model)
-        with torch.no_grad():
-            other.weight.mul_(2)
-            other.bias.mul_(2)
-        torch.testing.assert_close(other(graph, graph.node["x"]), out * 2)
-        with pytest.raises(TypeError, match="state_dict"):
-            pickle.dumps(model)
-        return torch.equal(model(graph, graph.node["x"]), out)
+@on_ranks(3)
+def test_a_copy_of_a_wrapped_model_is_one_of_its_own(comm):
+    graph = share(GRAPH, comm)
+    model = sp.dgl.wrap(dnn.GraphConv(5, 3, **ZERO), comm)
+    out, other = model(graph, graph.node["x"]), copy.deepcopy(model)
+    with torch.no_grad():
+        other.weight.mul_(2)
+        other.bias.mul_(2)
+    torch.testing.assert_close(other(graph, graph.node["x"]), out * 2)
+    with pytest.raises(TypeError, match="state_dict"):
+        pickle.dumps(model)
+    assert torch.equal(model(graph, graph.node["x"]), out)
 
-    assert all(sharded(work))
 
-
-def test_an_ordinary_graph_is_refused():
-    def work(comm, graph):
-        model = sp.dgl.wrap(dnn.GraphConv(5, 3, **ZERO), comm)
-        whole = dgl.graph(([0, 1], [1, 2]))
-        with pytest.raises(RefusedError, match="ordinary DGLGraph"):
-            model(whole, torch.rand(3, 5))
-        with pytest.raises(RefusedError, match="ordinary DGLGraph"):
-            model([whole], torch.rand(3, 5))
-
-    sharded(work)
+@on_ranks(3)
+def test_an_ordinary_graph_is_refused(comm):
+    model = sp.dgl.wrap(dnn.GraphConv(5, 3, **ZERO), comm)
+    whole = dgl.graph(([0, 1], [1, 2]))
+    with pytest.raises(RefusedError, match="ordinary DGLGraph"):
+        model(whole, torch.rand(3, 5))
+    with pytest.raises(RefusedError, match="ordinary DGLGraph"):
+        model([whole], torch.rand(3, 5))
 
 
 def test_models_that_cannot_be_wrapped():
@@ -275,44 +267,42 @@ def test_models_that_cannot_be_wrapped():
         sp.dgl.wrap(nn.ModuleDict({"layer": dnn.GroupRevRes(inner, 2)}), comm)
 
 
-def test_without_gradients():
-    def work(comm, graph):
-        model = sp.dgl.wrap(dnn.Sequential(dnn.GraphConv(5, 3, **ZERO), dnn.SAGEConv(3, 2, "lstm")), comm).double()
-        out = model(graph, graph.node["x"])
-        for scope in (torch.no_grad, torch.inference_mode):
-            with scope():
-                found = model(graph, graph.node["x"])
-            assert not found.requires_grad
-            torch.testing.assert_close(found, out.detach(), rtol=0, atol=1e-12)
-
-    sharded(work)
-
-
-def test_lower_precision_runs_and_comes_close():
-    def work(comm, graph):
-        model = sp.dgl.wrap(dnn.GATv2Conv(5, 4, 2, **ZERO), comm).float()
-        x = graph.node["x"].float()
-        expected = model(graph, x)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            found = model(graph, x)
-            found.float().square().sum().backward()
-        torch.testing.assert_close(found.float(), expected.detach(), rtol=0.1, atol=0.1)
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-
-    sharded(work)
+@on_ranks(3)
+def test_without_gradients(comm):
+    graph = share(GRAPH, comm)
+    model = sp.dgl.wrap(dnn.Sequential(dnn.GraphConv(5, 3, **ZERO), dnn.SAGEConv(3, 2, "lstm")), comm).double()
+    out = model(graph, graph.node["x"])
+    for scope in (torch.no_grad, torch.inference_mode):
+        with scope():
+            found = model(graph, graph.node["x"])
+        assert not found.requires_grad
+        torch.testing.assert_close(found, out.detach(), rtol=0, atol=1e-12)
 
 
-def test_double_backward_is_refused():
-    def work(comm, graph):
+@on_ranks(3)
+def test_lower_precision_runs_and_comes_close(comm):
+    graph = share(GRAPH, comm)
+    model = sp.dgl.wrap(dnn.GATv2Conv(5, 4, 2, **ZERO), comm).float()
+    x = graph.node["x"].float()
+    expected = model(graph, x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = model(graph, x)
+        found.float().square().sum().backward()
+    torch.testing.assert_close(found.float(), expected.detach(), rtol=0.1, atol=0.1)
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@on_ranks(3)
+def test_double_backward_is_refused(comm):
+    graph = share(GRAPH, comm)
+    with pytest.raises(RuntimeError, match="create_graph"):
         model, x = sp.dgl.wrap(dnn.GATConv(5, 3, 2, **ZERO), comm).double(), graph.node["x"].clone().requires_grad_()
         torch.autograd.grad(model(graph, x).sum(), x, create_graph=True)
 
-    with pytest.raises(RuntimeError, match="create_graph"):
-        sharded(work)
-
 
 @pytest.mark.parametrize("make", [lambda: dnn.GATConv(5, 5, 1, **ZERO), lambda: dnn.SAGEConv(5, 5, "lstm")])
-def test_checkpoint_around_a_layer(make):
+@on_ranks(3)
+def test_checkpoint_around_a_layer(comm, make):
     class Model(nn.Module):
         def __init__(self, saves):
             super().__init__()
@@ -325,19 +315,16 @@ def test_checkpoint_around_a_layer(make):
             return x
 
     given = Model(False).double()
-
-    def work(comm, graph):
-        grads = []
-        for saves in (False, True):
-            model, x = sp.dgl.wrap(copy.deepcopy(given), comm), graph.node["x"].clone().requires_grad_()
-            model.saves = saves
-            out = model(graph, x)
-            (out * cotangent(out)).sum().backward()
-            grads.append([x.grad, *(p.grad for p in model.parameters())])
-        for plain, saved in zip(*grads):
-            torch.testing.assert_close(saved, plain, rtol=0, atol=1e-12)
-
-    sharded(work)
+    graph = share(GRAPH, comm)
+    grads = []
+    for saves in (False, True):
+        model, x = sp.dgl.wrap(copy.deepcopy(given), comm), graph.node["x"].clone().requires_grad_()
+        model.saves = saves
+        out = model(graph, x)
+        (out * cotangent(out)).sum().backward()
+        grads.append([x.grad, *(p.grad for p in model.parameters())])
+    for plain, saved in zip(*grads):
+        torch.testing.assert_close(saved, plain, rtol=0, atol=1e-12)
 
 
 def test_a_layer_of_the_users_own():

@@ -3,8 +3,6 @@
 Rows of edges of other relations are in `test_other_relations.py`, parts of models in `test_parts.py`.
 """
 
-from __future__ import annotations
-
 import collections
 import copy
 import types
@@ -24,7 +22,7 @@ import shardpass as sp
 from shardpass.testing import WholeGraph, run, shard_in_memory
 
 from .dgl_parity import float64  # noqa: F401
-from .verdicts import RANKS, assert_refused, assert_rows
+from .on_ranks import RANKS, assert_refused, assert_rows, on_ranks
 
 N, STEPS = 24, (1, 5, 7)
 
@@ -298,10 +296,8 @@ def test_transforms_of_what_load_returned_say_when_to_apply_them(name):
         run(lambda comm: getattr(dgl, name)(share(comm), *GIVEN.get(name, ())), 1)
 
 
-def test_widths_that_differ_are_said_of_the_embedding():
-    def work(comm):
+@on_ranks(3)
+def test_widths_that_differ_are_said_of_the_embedding(comm):
+    with pytest.raises(ValueError, match=r"the models differ: 0.weight: float64, rows of own nodes of shape \[4\]"):
         graph = share(comm)
         return sp.dgl.wrap(nn.ModuleList([sp.NodeEmbedding(graph, 4 + comm.rank)]), comm)
-
-    with pytest.raises(ValueError, match=r"the models differ: 0.weight: float64, rows of own nodes of shape \[4\]"):
-        run(work, 3)

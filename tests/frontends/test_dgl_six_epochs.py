@@ -1,7 +1,5 @@
 """Every layer of DGL trains for six epochs on features that do not change as plain DGL does: the engine keeps sums."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -12,10 +10,14 @@ pytest.importorskip("dgl")
 import dgl.nn.pytorch as dnn
 
 import shardpass as sp
-from shardpass.testing import WholeHeteroGraph, assignments, hetero_assignments
-from shardpass.testing.graphs import shard_in_memory
-from shardpass.testing.hetero import shard_hetero_in_memory
-from shardpass.testing.run import run
+from shardpass.testing import (
+    WholeHeteroGraph,
+    assignments,
+    hetero_assignments,
+    run,
+    shard_hetero_in_memory,
+    shard_in_memory,
+)
 
 from . import test_dgl_hetero as hetero
 from .dgl_cases import CONVS, graph_of

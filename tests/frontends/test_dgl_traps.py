@@ -1,7 +1,5 @@
 """Things people write that look innocent: exact, or told in words. Each was wrong once."""
 
-from __future__ import annotations
-
 import warnings
 
 import dgl
@@ -12,8 +10,9 @@ import torch
 
 import shardpass as sp
 from shardpass.errors import RefusedError
-from shardpass.testing.graphs import awkward_graph, shard_in_memory
-from shardpass.testing.run import run
+from shardpass.testing import awkward_graph, run, shard_in_memory
+
+from .on_ranks import on_ranks
 
 GRAPH = awkward_graph()
 
@@ -43,13 +42,11 @@ class Numbered(torch.nn.Module):
             return g.ndata["o"]
 
 
-def test_what_runs_whole_but_not_in_pieces_is_refused():
-    def work(comm):
-        graph = share(comm)
-        with pytest.raises(RefusedError, match="differs from row to row of the nodes, and the model made it"):
-            sp.dgl.wrap(Numbered(), comm)(graph, graph.node["x"])
-
-    run(work, 3)
+@on_ranks(3)
+def test_what_runs_whole_but_not_in_pieces_is_refused(comm):
+    graph = share(comm)
+    with pytest.raises(RefusedError, match="differs from row to row of the nodes, and the model made it"):
+        sp.dgl.wrap(Numbered(), comm)(graph, graph.node["x"])
 
 
 def test_random_numbers_in_messages_are_the_same_in_backward_on_threads():
@@ -71,17 +68,15 @@ def test_random_numbers_in_messages_are_the_same_in_backward_on_threads():
         assert abs(sum(a for a, _ in found) - sum(b for _, b in found)) < 1e-9
 
 
-def test_a_generator_of_its_own_is_refused_in_a_message():
-    def work(comm):
-        g, generator = sp.dgl.graph(share(comm)), torch.Generator().manual_seed(0)
-        g.ndata["h"] = g.ndata["x"]
-        with pytest.raises(RefusedError, match="generator"):
-            g.update_all(
-                lambda edges: {"m": torch.empty_like(edges.src["h"]).bernoulli_(0.5, generator=generator)},
-                fn.sum("m", "o"),
-            )
-
-    run(work, 2)
+@on_ranks(2)
+def test_a_generator_of_its_own_is_refused_in_a_message(comm):
+    g, generator = sp.dgl.graph(share(comm)), torch.Generator().manual_seed(0)
+    g.ndata["h"] = g.ndata["x"]
+    with pytest.raises(RefusedError, match="generator"):
+        g.update_all(
+            lambda edges: {"m": torch.empty_like(edges.src["h"]).bernoulli_(0.5, generator=generator)},
+            fn.sum("m", "o"),
+        )
 
 
 class Unused(torch.nn.Module):
@@ -109,37 +104,32 @@ class Unused(torch.nn.Module):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("mode", ["sar", "halo"])
-def test_what_the_loss_does_not_reach_gives_no_gradient(packed, mode):
+@on_ranks(3)
+def test_what_the_loss_does_not_reach_gives_no_gradient(comm, packed, mode):
     x = GRAPH.node["x"].clone().requires_grad_()
     Unused(packed)(whole(), x).pow(2).sum().backward()
     assert x.grad.isfinite().all()
-
-    def work(comm):
-        graph = share(comm, sp.Options(mode=mode))
-        mine = GRAPH.node["x"][graph.node_ids].clone().requires_grad_()
-        sp.dgl.wrap(Unused(packed), comm)(graph, mine).pow(2).sum().backward()
-        torch.testing.assert_close(mine.grad, x.grad[graph.node_ids], rtol=0, atol=1e-10)
-
-    run(work, 3)
+    graph = share(comm, sp.Options(mode=mode))
+    mine = GRAPH.node["x"][graph.node_ids].clone().requires_grad_()
+    sp.dgl.wrap(Unused(packed), comm)(graph, mine).pow(2).sum().backward()
+    torch.testing.assert_close(mine.grad, x.grad[graph.node_ids], rtol=0, atol=1e-10)
 
 
-def test_egnn_without_its_coordinates():
-    def work(comm):
-        graph = share(comm)
-        conv = dnn.EGNNConv(5, 6, 5)
+@on_ranks(2)
+def test_egnn_without_its_coordinates(comm):
+    graph = share(comm)
+    conv = dnn.EGNNConv(5, 6, 5)
 
-        class Net(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.conv = conv
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = conv
 
-            def forward(self, g, h, x):
-                return self.conv(g, h, x)[0]
+        def forward(self, g, h, x):
+            return self.conv(g, h, x)[0]
 
-        out = sp.dgl.wrap(Net(), comm)(graph, graph.node["x"], graph.node["x"][:, :3].clone().requires_grad_())
-        out.sum().backward()
-
-    run(work, 2)
+    out = sp.dgl.wrap(Net(), comm)(graph, graph.node["x"], graph.node["x"][:, :3].clone().requires_grad_())
+    out.sum().backward()
 
 
 class Memory(torch.nn.Module):
@@ -176,18 +166,16 @@ def test_fields_that_forward_leaves_on_the_graph_stay():
     run(work, 2)
 
 
-def test_what_is_written_into_the_data_of_a_block_stays():
-    def work(comm):
-        g = sp.dgl.graph(share(comm))
-        block = g.mfgs(torch.arange(g.num_nodes()), 1)[0]
-        block.srcdata["x"][:] = 1.0
-        block.srcdata["x"].requires_grad_()
-        assert block.srcdata["x"] is block.srcdata["x"] and (block.srcdata["x"] == 1).all()
-        block.update_all(fn.copy_u("x", "m"), fn.sum("m", "o"))
-        block.dstdata["o"].sum().backward()
-        assert block.srcdata["x"].grad is not None
-
-    run(work, 2)
+@on_ranks(2)
+def test_what_is_written_into_the_data_of_a_block_stays(comm):
+    g = sp.dgl.graph(share(comm))
+    block = g.mfgs(torch.arange(g.num_nodes()), 1)[0]
+    block.srcdata["x"][:] = 1.0
+    block.srcdata["x"].requires_grad_()
+    assert block.srcdata["x"] is block.srcdata["x"] and (block.srcdata["x"] == 1).all()
+    block.update_all(fn.copy_u("x", "m"), fn.sum("m", "o"))
+    block.dstdata["o"].sum().backward()
+    assert block.srcdata["x"].grad is not None
 
 
 class Centred(torch.nn.Module):
@@ -207,26 +195,22 @@ class Keeper(Centred):
         return super().forward(self.g, x)
 
 
-def test_a_graph_that_the_model_holds_is_followed():
-    def work(comm):
-        graph, model = share(comm), sp.dgl.wrap(Keeper(), comm)
-        model.g = sp.dgl.graph(graph)
-        with pytest.raises(RefusedError, match="`mean` puts rows together"):
-            model(graph.node["x"])
-
-    run(work, 2)
+@on_ranks(2)
+def test_a_graph_that_the_model_holds_is_followed(comm):
+    graph, model = share(comm), sp.dgl.wrap(Keeper(), comm)
+    model.g = sp.dgl.graph(graph)
+    with pytest.raises(RefusedError, match="`mean` puts rows together"):
+        model(graph.node["x"])
 
 
-def test_blocks_first_do_not_switch_the_check_off():
-    def work(comm):
-        graph, model = share(comm), sp.dgl.wrap(Centred(), comm)
-        g = sp.dgl.graph(graph)
-        block = g.mfgs(torch.arange(g.num_nodes()), 1)[0]
-        model(block, block.srcdata["x"])
-        with pytest.raises(RefusedError, match="`mean` puts rows together"):
-            model(graph, graph.node["x"])
-
-    run(work, 2)
+@on_ranks(2)
+def test_blocks_first_do_not_switch_the_check_off(comm):
+    graph, model = share(comm), sp.dgl.wrap(Centred(), comm)
+    g = sp.dgl.graph(graph)
+    block = g.mfgs(torch.arange(g.num_nodes()), 1)[0]
+    model(block, block.srcdata["x"])
+    with pytest.raises(RefusedError, match="`mean` puts rows together"):
+        model(graph, graph.node["x"])
 
 
 class Readout(Centred):
@@ -274,29 +258,14 @@ def test_a_model_may_hold_a_communicator(ranks):
     assert float(torch.cat(run(work, ranks)).mean(0).abs().max()) < 1e-12
 
 
-def test_an_order_dependent_body_is_refused_without_wrap():
-    def work(comm):
-        g = sp.dgl.graph(share(comm))
-        with pytest.raises(RefusedError, match="messages are computed in pieces"):
-            g.update_all(
-                lambda edges: {"m": edges.src["x"] * (1 + (edges.src["x"][:, :1] < 0).sum())}, fn.sum("m", "o")
-            )
-        with pytest.raises(RefusedError, match="messages are computed in pieces"):
-            g.update_all(lambda edges: {"m": edges.src["x"].cumsum(0)}, fn.sum("m", "o"))
-
-    run(work, 2)
-
-
-def test_parts_of_own_counts_are_refused():
-    def work(comm):
-        g = sp.dgl.graph(share(comm))
-        for count in (g.num_nodes(), g.num_edges()):
-            with pytest.raises(NotImplementedError, match="differs from rank to rank"):
-                count // 3
-            with pytest.raises(NotImplementedError, match="differs from rank to rank"):
-                count % 3
-            with pytest.raises(NotImplementedError, match="a number of pairs"):
-                count * g.num_nodes()
-            assert count * 2 == 2 * count == 2 * int(count)
-
-    run(work, 2)
+@on_ranks(2)
+def test_parts_of_own_counts_are_refused(comm):
+    g = sp.dgl.graph(share(comm))
+    for count in (g.num_nodes(), g.num_edges()):
+        with pytest.raises(NotImplementedError, match="differs from rank to rank"):
+            count // 3
+        with pytest.raises(NotImplementedError, match="differs from rank to rank"):
+            count % 3
+        with pytest.raises(NotImplementedError, match="a number of pairs"):
+            count * g.num_nodes()
+        assert count * 2 == 2 * count == 2 * int(count)

@@ -1,7 +1,5 @@
 """User-defined message, reduce and apply functions: what they may read, and that they give what DGL gives."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -15,11 +13,12 @@ from torch import nn
 
 import shardpass as sp
 from shardpass.errors import RefusedError
-from shardpass.testing.graphs import WholeGraph, shard_in_memory
-from shardpass.testing.run import run
+from shardpass.testing import WholeGraph, run, shard_in_memory
 
-from .dgl_parity import EVERY_MODE, GRAPH, assert_dgl_exact, edges, float64, onto_nodes  # noqa: F401
-from .test_dgl_graph import of, sharded
+from .dgl_parity import GRAPH, assert_dgl_exact, edges, float64, onto_nodes, some_or_all  # noqa: F401
+from .how_much import EACH_MODE_ONCE
+from .on_ranks import on_ranks
+from .test_dgl_graph import of, sharded, spread
 
 SUM = fn.sum("m", "out")
 
@@ -164,16 +163,10 @@ FUNCTIONS = {
 } | {"methods": (Bound, lambda m, g, i: m(g, i))}  # fmt: skip
 
 
+@pytest.mark.parametrize(("ranks", "modes"), some_or_all())
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_of_users(name):
-    assert_dgl_exact(FUNCTIONS[name])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_of_users_in_every_mode(name, ranks):
-    assert_dgl_exact(FUNCTIONS[name], ranks=ranks, modes=EVERY_MODE)
+def test_functions_of_users(name, ranks, modes):
+    assert_dgl_exact(FUNCTIONS[name], ranks=ranks, modes=modes)
 
 
 def test_a_graph_without_any_edge():
@@ -192,7 +185,7 @@ def test_a_graph_without_any_edge():
 
         return of(reduced)
 
-    assert_dgl_exact(function(fn.sum, fn.mean), graph, modes=EVERY_MODE)
+    assert_dgl_exact(function(fn.sum, fn.mean), graph, modes=EACH_MODE_ONCE)
 
     def work(comm):
         g = sp.dgl.graph(shard_in_memory(graph, torch.arange(5) % 2, comm))
@@ -253,6 +246,8 @@ def test_a_message_that_needs_other_edges_is_refused():
 
     refused(lambda e: {"m": e.src["x"] - e.src["x"].mean(0)}, "messages are computed in pieces")
     refused(lambda e: {"m": e.src["x"].softmax(0)}, "messages are computed in pieces")
+    refused(lambda e: {"m": e.src["x"].cumsum(0)}, "messages are computed in pieces")
+    refused(lambda e: {"m": e.src["x"] * (1 + (e.src["x"][:, :1] > 0.5).sum())}, "messages are computed in pieces")
     refused(lambda e: {"m": e.src["x"] / e.batch_size()}, "messages are computed in pieces")
     refused(lambda e: {"m": e.src["x"] * e.edges()[0].unsqueeze(1)}, "edges")
     refused(lambda e: {"m": e.src["x"].sum(0)}, "row for each")
@@ -263,33 +258,32 @@ def test_a_message_that_needs_other_edges_is_refused():
     refused(lambda e: {"m": e.src["x"]}, "ids", lambda n: {"out": n.mailbox["m"].sum(1) * n.nodes().view(-1, 1)})
 
 
-def test_sorted_edges_are_not_taken_for_granted():
+@on_ranks(3)
+def test_sorted_edges_are_not_taken_for_granted(comm):
     """A user's TypedLinear that trusts the order of all edges is refused, since a part is ordered otherwise."""
 
     class Trusting(dgl.nn.TypedLinear):
         pass
 
-    def work(g, comm):
+    g = spread(comm)
+    with pytest.raises(RefusedError, match="messages are computed in pieces"):
         lin = Trusting(5, 3, 3)
         g.edata["kind"] = edges(torch.arange(300) * 3 // 220, g)
         g.update_all(lambda e: {"m": lin(e.src["x"], e.data["kind"], sorted_by_type=True)}, SUM)
 
-    with pytest.raises(RefusedError, match="messages are computed in pieces"):
-        sharded(work)
 
-
-def test_double_backward_is_refused():
-    def work(g, comm):
+@on_ranks(3)
+def test_double_backward_is_refused(comm):
+    g = spread(comm)
+    with pytest.raises(RuntimeError, match=r"create_graph"):
         x = g.ndata["x"].clone().requires_grad_()
         g.ndata["h"] = x
         g.update_all(lambda e: {"m": e.src["h"] ** 2}, SUM)
         torch.autograd.grad(g.ndata["out"].sum(), x, create_graph=True)
 
-    with pytest.raises(RuntimeError, match=r"create_graph"):
-        sharded(work)
 
-
-def test_backward_through_messages_whose_norm_has_been_trained_is_refused():
+@on_ranks(1)
+def test_backward_through_messages_whose_norm_has_been_trained_is_refused(comm):
     """With the running statistics of now, messages would be others."""
 
     class Normed(nn.Module):
@@ -305,13 +299,8 @@ def test_backward_through_messages_whose_norm_has_been_trained_is_refused():
             g.update_all(self.message, SUM)
             return g.ndata["out"]
 
-    def work(comm):
-        graph = shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.long), comm)
-        model = sp.dgl.wrap(Normed().double(), comm)
-        loss = model.eval()(graph, graph.x).sum() + model.train()(graph, graph.x).sum()
-        with pytest.raises(
-            RefusedError, match=r"loss\.backward\(\): a BatchNorm of \S*Normed\.message was in evaluation"
-        ):
-            loss.backward()
-
-    run(work, 1)
+    graph = shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.long), comm)
+    model = sp.dgl.wrap(Normed().double(), comm)
+    loss = model.eval()(graph, graph.x).sum() + model.train()(graph, graph.x).sum()
+    with pytest.raises(RefusedError, match=r"loss\.backward\(\): a BatchNorm of \S*Normed\.message was in evaluation"):
+        loss.backward()

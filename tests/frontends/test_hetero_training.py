@@ -1,7 +1,5 @@
 """Training on real graphs of several types: the loss curve is that of plain PyG in one process, to rounding."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +14,7 @@ import torch_geometric.nn as gnn
 
 import shardpass as sp
 from shardpass.data import EdgeArrays, read
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 LABELLED = {"acm_hetero": "paper", "dblp_hetero": "author"}

@@ -1,7 +1,5 @@
 """`infer`: the logits of one process, in one file in original order, on any number of ranks; a killed run goes on."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import os
@@ -23,9 +21,15 @@ from torch_geometric.data import Data
 
 import shardpass as sp
 from shardpass.errors import DivergenceError
-from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
-from shardpass.testing.hetero import awkward_hetero_graph, hetero_assignments, shard_hetero_in_memory
+from shardpass.testing import (
+    awkward_graph,
+    awkward_hetero_graph,
+    hetero_assignments,
+    shard_hetero_in_memory,
+    shard_in_memory,
+)
 
+from .on_ranks import on_ranks, share
 from .tuple_models import OverTargets, PaiNN
 
 GRAPH = awkward_graph(channels=5)
@@ -61,8 +65,7 @@ def stopped(*_):
 
 def rank(comm, state, path, mode="sar", stop=None, change=None, **options):
     """`stop` runs before the last layer."""
-    owners = assignments(GRAPH.num_nodes, comm.size, GRAPH.edge_index)["random"]
-    graph = shard_in_memory(GRAPH, owners, comm, sp.Options(mode=mode))
+    graph = share(GRAPH, comm, mode=mode)
     model = Net().double()
     model.load_state_dict(state)
     if change is not None:
@@ -138,8 +141,7 @@ def test_another_computation_does_not_go_on_from_it(change, tmp_path, monkeypatc
     state, path = Scaled().double().state_dict(), tmp_path / "logits.npy"
 
     def work(comm, stop, slope=0.1, factor=1.0, tag=""):
-        owners = assignments(GRAPH.num_nodes, comm.size, GRAPH.edge_index)["random"]
-        graph = shard_in_memory(GRAPH, owners, comm, sp.Options())
+        graph = share(GRAPH, comm)
         model = Scaled(slope).double()
         model.load_state_dict(state)
         sp.pyg.wrap(model, comm, check=False)
@@ -160,19 +162,15 @@ def test_another_computation_does_not_go_on_from_it(change, tmp_path, monkeypatc
     assert np.abs(np.load(path) - whole.detach().numpy()).max() < 1e-10
 
 
-def test_weights_on_one_rank_only_are_refused(tmp_path):
+@on_ranks(2)
+def test_weights_on_one_rank_only_are_refused(comm, tmp_path):
     state, _ = trained()
-
-    def work(comm):
-        owners = assignments(GRAPH.num_nodes, comm.size, GRAPH.edge_index)["random"]
-        graph = shard_in_memory(GRAPH, owners, comm, sp.Options())
-        model = sp.pyg.wrap(Net().double(), comm, check=False)
-        if comm.rank == 0:
-            model.load_state_dict(state)
-        with pytest.raises(DivergenceError, match=r"'first.lin_l.weight' is not the same on rank 0 and rank 1"):
-            sp.infer(model, graph, tmp_path / "logits.npy")
-
-    sp.spawn(work, 2)
+    graph = share(GRAPH, comm)
+    model = sp.pyg.wrap(Net().double(), comm, check=False)
+    if comm.rank == 0:
+        model.load_state_dict(state)
+    with pytest.raises(DivergenceError, match=r"'first.lin_l.weight' is not the same on rank 0 and rank 1"):
+        sp.infer(model, graph, tmp_path / "logits.npy")
 
 
 def test_what_an_ended_run_on_more_ranks_left_is_removed(tmp_path):
@@ -227,8 +225,7 @@ def test_a_dict_by_type_gives_a_file_per_type(tmp_path):
             return {"node": super().forward(x, edge_index)}
 
     def work(comm, **options):
-        owners = assignments(GRAPH.num_nodes, comm.size, GRAPH.edge_index)["random"]
-        graph = shard_in_memory(GRAPH, owners, comm, sp.Options())
+        graph = share(GRAPH, comm)
         model = Typed().double()
         model.load_state_dict(state)
         return sp.infer(sp.pyg.wrap(model, comm, check=False), graph, tmp_path / "logits.npy", **options)
@@ -276,7 +273,8 @@ def test_progress_names_the_layers(tmp_path):
     assert told == ["SAGEConv (first)", "GATv2Conv (second)", "GCNConv (last)"]
 
 
-def test_what_is_refused(tmp_path):
+@on_ranks(1)
+def test_what_is_refused(comm, tmp_path):
     class Pooled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -285,17 +283,14 @@ def test_what_is_refused(tmp_path):
         def forward(self, x, edge_index):
             return self.conv(x, edge_index)[:1]
 
-    def alone(comm):
-        graph = shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.long), comm, sp.Options())
-        with pytest.raises(ValueError, match="wrap"):
-            sp.infer(Net(), graph, tmp_path / "a.npy")
-        pooled = sp.pyg.wrap(Pooled().double(), comm, check=False)
-        with pytest.raises(ValueError, match="one per own node"):
-            sp.infer(pooled, graph, tmp_path / "a.npy")
-        with pytest.raises(OSError, match="is a folder"):
-            sp.infer(pooled, graph, tmp_path, overwrite=True)
-
-    sp.spawn(alone, 1)
+    graph = shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.long), comm, sp.Options())
+    with pytest.raises(ValueError, match="wrap"):
+        sp.infer(Net(), graph, tmp_path / "a.npy")
+    pooled = sp.pyg.wrap(Pooled().double(), comm, check=False)
+    with pytest.raises(ValueError, match="one per own node"):
+        sp.infer(pooled, graph, tmp_path / "a.npy")
+    with pytest.raises(OSError, match="is a folder"):
+        sp.infer(pooled, graph, tmp_path, overwrite=True)
 
 
 @pytest.mark.long

@@ -17,8 +17,9 @@ from torch_geometric.nn import models
 
 import shardpass as sp
 from shardpass.core.inference import journal, row_sources
-from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
-from shardpass.testing.hetero import awkward_hetero_graph, hetero_assignments, shard_hetero_in_memory
+from shardpass.testing import awkward_graph, awkward_hetero_graph, hetero_assignments, shard_hetero_in_memory
+
+from .on_ranks import share
 
 GRAPH = awkward_graph(channels=5)
 
@@ -105,8 +106,7 @@ def test_the_outputs_are_those_of_one_process(name, ranks, mode, tmp_path):
     path, plain = tmp_path / "rows.npy", built(name)
 
     def work(comm):
-        owners = assignments(GRAPH.num_nodes, comm.size, GRAPH.edge_index)["random"]
-        graph = shard_in_memory(GRAPH, owners, comm, sp.Options(mode=mode))
+        graph = share(GRAPH, comm, mode=mode)
         model = sp.pyg.wrap(copy.deepcopy(plain), comm)
         x = graph.x.clone()
         sp.infer(model, graph, path, x, graph)

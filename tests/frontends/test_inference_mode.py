@@ -11,9 +11,10 @@ from torch import nn
 from torch_geometric.utils import add_remaining_self_loops
 
 import shardpass as sp
-from shardpass.testing.run import run
+from shardpass.testing import run
 
 from .device_callers import GIVEN, data, trained
+from .on_ranks import on_ranks
 
 
 class OfFields(nn.Module):
@@ -139,18 +140,15 @@ def test_models_of_dgl(store, ranks):
     assert run(same, ranks, args=(store, sp.dgl.wrap, models)) == [[]] * ranks
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_what_a_graph_gives_is_ordinary(store, ranks):
-    def read(comm):
-        with torch.inference_mode():
-            graph = sp.load(store, comm)
-            fields = [graph[name] for name in ("x", "y", "kind", "train_mask", "edge_weight", "edge_type")]
-            rest = [graph.node_ids, graph.edge_ids, graph.batch.plain, graph.edge_index.plain]
-            assert torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
-            assert (graph.x * 2).is_inference()
-        return [tensor.is_inference() for tensor in (*fields, *rest)]
-
-    assert run(read, ranks) == [[False] * 10] * ranks
+@on_ranks(1, 3)
+def test_what_a_graph_gives_is_ordinary(comm, store):
+    with torch.inference_mode():
+        graph = sp.load(store, comm)
+        fields = [graph[name] for name in ("x", "y", "kind", "train_mask", "edge_weight", "edge_type")]
+        rest = [graph.node_ids, graph.edge_ids, graph.batch.plain, graph.edge_index.plain]
+        assert torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
+        assert (graph.x * 2).is_inference()
+    assert [tensor.is_inference() for tensor in (*fields, *rest)] == [False] * 10
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -1,7 +1,5 @@
 """Loaders: arguments, reproducibility, ranks that part; and models trained on batches that run on the whole graph."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import subprocess
@@ -14,9 +12,9 @@ import torch
 import shardpass as sp
 from shardpass.core.sampling.source import source_of
 from shardpass.errors import DivergenceError, RefusedError
-from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
-from shardpass.testing.hetero import awkward_hetero_graph, hetero_assignments, shard_hetero_in_memory
-from shardpass.testing.run import run
+from shardpass.testing import assignments, awkward_graph, run, shard_in_memory
+
+from .on_ranks import on_ranks, share
 
 gnn = pytest.importorskip("torch_geometric.nn")
 GRAPH = awkward_graph()
@@ -31,24 +29,23 @@ def drawn(loader, epochs=1):
     return [(b.n_id.tolist(), b.e_id.tolist()) for _ in range(epochs) for b in loader]
 
 
-def test_batches_are_reproducible():
-    def fn(share, comm):
-        make = partial(sp.pyg.NeighborLoader, share, [2, 2], batch_size=6, shuffle=True, node_attrs=["x"])
-        first, other = make(seed=1), make(seed=2)
-        epochs = drawn(first, 3)
-        assert drawn(make(seed=1, prefetch=0), 3) == epochs and drawn(other) != epochs[: len(first)]
-        resumed = make(seed=1)
-        resumed.set_epoch(2)
-        assert drawn(resumed) == epochs[-len(first) :]
-        assert epochs[: len(first)] != epochs[len(first) : 2 * len(first)]
-        return len(first)
-
-    assert shares(fn) == [4, 4]
+@on_ranks(2)
+def test_batches_are_reproducible(comm):
+    own = share(GRAPH, comm)
+    make = partial(sp.pyg.NeighborLoader, own, [2, 2], batch_size=6, shuffle=True, node_attrs=["x"])
+    first, other = make(seed=1), make(seed=2)
+    epochs = drawn(first, 3)
+    assert drawn(make(seed=1, prefetch=0), 3) == epochs and drawn(other) != epochs[: len(first)]
+    resumed = make(seed=1)
+    resumed.set_epoch(2)
+    assert drawn(resumed) == epochs[-len(first) :]
+    assert epochs[: len(first)] != epochs[len(first) : 2 * len(first)]
+    assert len(first) == 4
 
 
 def test_without_shuffle_seeds_come_in_the_order_of_their_ids():
-    def fn(share, comm):
-        loader = sp.pyg.NeighborLoader(share, [1], batch_size=5)
+    def fn(own, comm):
+        loader = sp.pyg.NeighborLoader(own, [1], batch_size=5)
         epochs = [[b.input_id for b in loader] for _ in range(2)]
         assert all(torch.equal(a, b) for a, b in zip(*epochs))
         return epochs[0]
@@ -60,13 +57,13 @@ def test_without_shuffle_seeds_come_in_the_order_of_their_ids():
 
 
 def test_fields_that_come_with_a_batch():
-    def fn(share, comm):
-        (batch, *_) = sp.pyg.NeighborLoader(share, [0], batch_size=41, node_attrs=[], edge_attrs=["edge_weight"])
+    def fn(own, comm):
+        (batch, *_) = sp.pyg.NeighborLoader(own, [0], batch_size=41, node_attrs=[], edge_attrs=["edge_weight"])
         assert "x" not in batch and batch.edge_weight.shape == (0,) and batch.edge_index.shape == (2, 0)
         assert "edge_attr" not in batch and batch.num_sampled_edges == [0]
         with pytest.raises(ValueError, match="node_attrs names 'feat', which is not stored"):
-            sp.pyg.NeighborLoader(share, [1], node_attrs=["feat"])
-        transformed = sp.pyg.NeighborLoader(share, [1], batch_size=41, transform=lambda batch: batch.num_nodes)
+            sp.pyg.NeighborLoader(own, [1], node_attrs=["feat"])
+        transformed = sp.pyg.NeighborLoader(own, [1], batch_size=41, transform=lambda batch: batch.num_nodes)
         return next(iter(transformed))
 
     assert all(count >= 20 for count in shares(fn))
@@ -109,58 +106,55 @@ def test_fields_that_come_with_a_batch():
     ],
 )
 def test_bad_arguments(arguments, error, words):
-    def fn(share, comm):
+    def fn(own, comm):
         with pytest.raises(error, match=words):
-            sp.pyg.NeighborLoader(**{"graph": share, "num_neighbors": [2], **arguments})
+            sp.pyg.NeighborLoader(**{"graph": own, "num_neighbors": [2], **arguments})
 
     shares(fn, 1)
 
 
 def test_harmless_arguments_of_pyg():
-    def fn(share, comm):
+    def fn(own, comm):
         same = {"num_workers": 0, "subgraph_type": "directional", "disjoint": False, "persistent_workers": False}
-        return len(sp.pyg.NeighborLoader(share, [2], batch_size=41, **same, is_sorted=True, filter_per_worker=None))
+        return len(sp.pyg.NeighborLoader(own, [2], batch_size=41, **same, is_sorted=True, filter_per_worker=None))
 
     assert shares(fn, 1) == [1]
 
 
-def test_different_loaders_are_told():
-    def fn(share, comm):
-        with pytest.raises(DivergenceError, match=r"must make the same loader: rank 0 has .*batch_size=2.* rank 1 has"):
-            sp.pyg.NeighborLoader(share, [2], batch_size=2 + comm.rank)
+@on_ranks(2)
+def test_different_loaders_are_told(comm):
+    own = share(GRAPH, comm)
+    with pytest.raises(DivergenceError, match=r"must make the same loader: rank 0 has .*batch_size=2.* rank 1 has"):
+        sp.pyg.NeighborLoader(own, [2], batch_size=2 + comm.rank)
 
-    shares(fn)
 
-
-def test_ranks_that_part_are_told_without_a_thread():
-    def fn(share, comm):
-        loader = sp.pyg.NeighborLoader(share, [2], batch_size=4, prefetch=0)
+@on_ranks(2)
+def test_ranks_that_part_are_told_without_a_thread(comm):
+    own = share(GRAPH, comm)
+    loader = sp.pyg.NeighborLoader(own, [2], batch_size=4, prefetch=0)
+    batches = iter(loader)
+    next(batches)
+    if comm.rank == 1:
         batches = iter(loader)
+    words = r"asks for batch \d of epoch \d of its loader, but rank \d asks for batch \d of epoch \d: batches are"
+    with pytest.raises(DivergenceError, match=words):
         next(batches)
-        if comm.rank == 1:
-            batches = iter(loader)
-        words = r"asks for batch \d of epoch \d of its loader, but rank \d asks for batch \d of epoch \d: batches are"
-        with pytest.raises(DivergenceError, match=words):
-            next(batches)
-
-    shares(fn)
 
 
-def test_an_iterator_that_another_one_followed_is_over():
-    def fn(share, comm):
-        loader = sp.pyg.NeighborLoader(share, [2], batch_size=5)
-        first = iter(loader)
-        next(first)
-        with pytest.raises(RuntimeError, match=r"ended after 1 of 5 batches, when the loader was iterated over again"):
-            [next(first) for _ in loader]
-        return len(drawn(loader))
-
-    assert shares(fn) == [5, 5]
+@on_ranks(2)
+def test_an_iterator_that_another_one_followed_is_over(comm):
+    own = share(GRAPH, comm)
+    loader = sp.pyg.NeighborLoader(own, [2], batch_size=5)
+    first = iter(loader)
+    next(first)
+    with pytest.raises(RuntimeError, match=r"ended after 1 of 5 batches, when the loader was iterated over again"):
+        [next(first) for _ in loader]
+    assert len(drawn(loader)) == 5
 
 
 LEFT_HALF_WAY = """
 import torch, shardpass as sp
-from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
+from shardpass.testing import assignments, awkward_graph, shard_in_memory
 
 whole, kept = awkward_graph(), []
 
@@ -190,59 +184,55 @@ def test_a_program_that_ends_half_way_ends_well():
 
 
 def test_a_loader_without_seeds_is_told():
-    def fn(share, comm):
-        loader = sp.pyg.NeighborLoader(share, [2], torch.zeros(share.num_own_nodes, dtype=torch.bool))
+    def fn(own, comm):
+        loader = sp.pyg.NeighborLoader(own, [2], torch.zeros(own.num_own_nodes, dtype=torch.bool))
         return len(loader), list(loader)
 
     with pytest.warns(UserWarning, match="no seeds on any rank"):
         assert shares(fn) == [(0, [])] * 2
 
 
-def test_no_thread_where_one_rank_has_none():
-    def fn(share, comm):
-        comm.inner.serves_threads = comm.rank == 0
-        loader = sp.pyg.NeighborLoader(share, [2], batch_size=4)
-        found = drawn(loader)
-        assert loader._sampler.settings.prefetch == 0 and loader._sampler.source.comm is comm
-        comm.inner.serves_threads = True
-        assert drawn(sp.pyg.NeighborLoader(share, [2], batch_size=4)) == found
-
-    shares(fn)
-
-
-def test_layers_may_leave_out_what_they_do_not_need():
-    def fn(share, comm):
-        model = gnn.GraphSAGE(5, 4, 2).double().eval()
-        for batch in sp.pyg.NeighborLoader(share, [3, 2], batch_size=4):
-            trimmed = model(
-                batch.x,
-                batch.edge_index,
-                num_sampled_nodes_per_hop=batch.num_sampled_nodes,
-                num_sampled_edges_per_hop=batch.num_sampled_edges,
-            )
-            whole = model(batch.x, batch.edge_index)[: batch.batch_size]
-            torch.testing.assert_close(trimmed[: batch.batch_size], whole)
-
-    shares(fn)
+@on_ranks(2)
+def test_no_thread_where_one_rank_has_none(comm):
+    own = share(GRAPH, comm)
+    comm.inner.serves_threads = comm.rank == 0
+    loader = sp.pyg.NeighborLoader(own, [2], batch_size=4)
+    found = drawn(loader)
+    assert loader._sampler.settings.prefetch == 0 and loader._sampler.source.comm is comm
+    comm.inner.serves_threads = True
+    assert drawn(sp.pyg.NeighborLoader(own, [2], batch_size=4)) == found
 
 
-def test_an_error_in_the_transform_is_raised_where_the_batch_is_taken():
+@on_ranks(2)
+def test_layers_may_leave_out_what_they_do_not_need(comm):
+    own = share(GRAPH, comm)
+    model = gnn.GraphSAGE(5, 4, 2).double().eval()
+    for batch in sp.pyg.NeighborLoader(own, [3, 2], batch_size=4):
+        trimmed = model(
+            batch.x,
+            batch.edge_index,
+            num_sampled_nodes_per_hop=batch.num_sampled_nodes,
+            num_sampled_edges_per_hop=batch.num_sampled_edges,
+        )
+        whole = model(batch.x, batch.edge_index)[: batch.batch_size]
+        torch.testing.assert_close(trimmed[: batch.batch_size], whole)
+
+
+@on_ranks(2)
+def test_an_error_in_the_transform_is_raised_where_the_batch_is_taken(comm):
     def broken(batch):
         raise KeyError("no such field")
 
-    def fn(share, comm):
-        loader = sp.pyg.NeighborLoader(share, [2], batch_size=4, transform=broken)
-        with pytest.raises(KeyError, match="no such field"):
-            next(iter(loader))
-
-    shares(fn)
+    own = share(GRAPH, comm)
+    loader = sp.pyg.NeighborLoader(own, [2], batch_size=4, transform=broken)
+    with pytest.raises(KeyError, match="no such field"):
+        next(iter(loader))
 
 
 def half_way(comm):
     """Dropped after two batches, taken up again, and all of an epoch; on processes."""
-    owners = assignments(GRAPH.num_nodes, comm.size, GRAPH.edge_index)["random"]
-    share = shard_in_memory(GRAPH, owners, comm)
-    loader = sp.pyg.NeighborLoader(share, [3, 3], batch_size=2, shuffle=True)
+    own = share(GRAPH, comm)
+    loader = sp.pyg.NeighborLoader(own, [3, 3], batch_size=2, shuffle=True)
     for step, _ in enumerate(loader):
         if step == 1:
             break
@@ -257,11 +247,11 @@ def batches_with_and_without_shared_memory(comm):
     owners = assignments(GRAPH.num_nodes, comm.size, GRAPH.edge_index)["random"]
     found = []
     for share_memory in (True, False):
-        share = shard_in_memory(GRAPH, owners, comm, sp.Options(share_memory=share_memory))
-        pyg = sp.pyg.NeighborLoader(share, [3, 3], batch_size=4, shuffle=True)
+        own = shard_in_memory(GRAPH, owners, comm, sp.Options(share_memory=share_memory))
+        pyg = sp.pyg.NeighborLoader(own, [3, 3], batch_size=4, shuffle=True)
         sampler = dgl.dataloading.NeighborSampler([2, 2])
-        blocks = sp.dgl.DataLoader(share, torch.arange(share.num_own_nodes), sampler, batch_size=4, prefetch=0)
-        assert [source_of(share).parts is None, blocks._sampler.source.parts is None] == [not share_memory] * 2
+        blocks = sp.dgl.DataLoader(own, torch.arange(own.num_own_nodes), sampler, batch_size=4, prefetch=0)
+        assert [source_of(own).parts is None, blocks._sampler.source.parts is None] == [not share_memory] * 2
         batches = [[b.n_id, b.e_id, b.x, b.edge_weight, b.edge_index] for b in pyg]
         for inputs, _, (first, _) in blocks:
             batches.append([inputs, first.edata[dgl.EID], first.srcdata["x"], first.edata["edge_weight"]])
@@ -295,12 +285,12 @@ class Net(torch.nn.Module):
 
 
 def test_the_copy_follows_the_model():
-    def fn(share, comm):
+    def fn(own, comm):
         with sp.seed(0, comm):
             model = Net().double()
         exact = sp.pyg.exact(model, comm)
         assert all(a is b for a, b in zip(model.parameters(), exact.parameters()))
-        for batch in sp.pyg.NeighborLoader(share, [2, 2], batch_size=10, shuffle=True):
+        for batch in sp.pyg.NeighborLoader(own, [2, 2], batch_size=10, shuffle=True):
             model(batch.x, batch.edge_index)
         mean = model.norm.running_mean.clone()
         every = torch.stack(comm.all_gather(mean)).mean(0)
@@ -308,14 +298,14 @@ def test_the_copy_follows_the_model():
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1)
-            out = sp.gather(share, exact(share.x, share))
+            out = sp.gather(own, exact(own.x, own))
         torch.testing.assert_close(model.norm.running_mean, every)
         assert model.training and not exact.training
         state = copy.deepcopy(model.state_dict())
         model.to(torch.float32).to(torch.float64)  # new buffers
         model.load_state_dict({name: tensor * 2 for name, tensor in state.items()})
         with torch.no_grad():
-            doubled = sp.gather(share, exact(share.x, share))
+            doubled = sp.gather(own, exact(own.x, own))
         return out, state, doubled
 
     out, state, doubled = shares(fn)[0]
@@ -326,13 +316,13 @@ def test_the_copy_follows_the_model():
 
 
 def test_other_methods_follow_too():
-    def fn(share, comm):
+    def fn(own, comm):
         with sp.seed(0, comm):
             model = gnn.GAE(gnn.SAGEConv(5, 3).double())
         exact = sp.pyg.exact(model, comm)
         with torch.no_grad():
             model.encoder.lin_l.weight.mul_(2)
-            out = sp.gather(share, exact.encode(share.x, share))
+            out = sp.gather(own, exact.encode(own.x, own))
         return out, copy.deepcopy(model.state_dict())
 
     out, state = shares(fn)[0]
@@ -341,65 +331,29 @@ def test_other_methods_follow_too():
     torch.testing.assert_close(out, whole.encode(GRAPH.node["x"], GRAPH.edge_index), rtol=0, atol=1e-10)
 
 
-def test_a_wrapped_model_is_refused():
-    def fn(share, comm):
-        model = sp.pyg.wrap(gnn.SAGEConv(5, 3), comm)
-        with pytest.raises(RefusedError, match="exact takes the ordinary model that is trained on batches"):
-            sp.pyg.exact(model, comm)
-        batch = next(iter(sp.pyg.NeighborLoader(share, [2], batch_size=4)))
-        with pytest.raises(RefusedError, match="edge_index is an ordinary Tensor"):
-            model(batch.x.float(), batch.edge_index)
-        with pytest.raises(RefusedError, match="TopKPooling"):
-            sp.pyg.exact(torch.nn.ModuleList([gnn.TopKPooling(5)]), comm)
-
-    shares(fn)
+@on_ranks(2)
+def test_a_wrapped_model_is_refused(comm):
+    own = share(GRAPH, comm)
+    model = sp.pyg.wrap(gnn.SAGEConv(5, 3), comm)
+    with pytest.raises(RefusedError, match="exact takes the ordinary model that is trained on batches"):
+        sp.pyg.exact(model, comm)
+    batch = next(iter(sp.pyg.NeighborLoader(own, [2], batch_size=4)))
+    with pytest.raises(RefusedError, match="edge_index is an ordinary Tensor"):
+        model(batch.x.float(), batch.edge_index)
+    with pytest.raises(RefusedError, match="TopKPooling"):
+        sp.pyg.exact(torch.nn.ModuleList([gnn.TopKPooling(5)]), comm)
 
 
 def test_half_the_bytes():
     """Rows of other ranks travel as the graph's options say; ids do not change."""
 
-    def fn(share, comm):
-        fields = share.fields_of("node")
+    def fn(own, comm):
+        fields = own.fields_of("node")
         fields._read["x"] = fields["x"].float()
-        return [(b.n_id, b.x) for b in sp.pyg.NeighborLoader(share, [3], batch_size=8)]
+        return [(b.n_id, b.x) for b in sp.pyg.NeighborLoader(own, [3], batch_size=8)]
 
     x = GRAPH.node["x"].float()
     found = [pair for rank in shares(fn, 2, options=sp.Options(wire_dtype=torch.bfloat16)) for pair in rank]
     exact = torch.cat([(rows == x[ids]).all(1) for ids, rows in found])
     assert exact.any() and not exact.all()
     assert all(torch.allclose(rows, x[ids], rtol=1e-2) for ids, rows in found)
-
-
-def test_blocks_of_several_types():
-    dgl = pytest.importorskip("dgl")
-    graph = awkward_hetero_graph()
-    owners = hetero_assignments(graph, 2)["random"]
-    fanouts = [2, {kind: 3 if kind[2] == "paper" else 0 for kind in graph.edges}]
-
-    def fn(comm):
-        share = shard_hetero_in_memory(graph, owners, comm)
-        seeds = {kind: torch.arange(share[kind].num_own_nodes) for kind in ("paper", "author")}
-        sampler = dgl.dataloading.NeighborSampler(fanouts)
-        return list(sp.dgl.DataLoader(share, seeds, sampler, batch_size=6, shuffle=True))
-
-    found = [batch for rank in run(fn, 2) for batch in rank]
-    for inputs, outputs, blocks in found:
-        assert len(blocks) == 2 and outputs["venue"].numel() == 0
-        for kind in graph.num_nodes:
-            assert torch.equal(blocks[0].srcnodes[kind].data["x"], graph.node[kind]["x"][inputs[kind]])
-            assert torch.equal(blocks[1].dstnodes[kind].data[dgl.NID], outputs[kind])
-        for block, fanout in zip(blocks, (dict.fromkeys(graph.edges, 2), fanouts[1]), strict=True):
-            for kind, edges in graph.edges.items():
-                src, dst = block.edges(etype=kind)
-                ids = torch.stack(
-                    [block.srcnodes[kind[0]].data[dgl.NID][src], block.dstnodes[kind[2]].data[dgl.NID][dst]]
-                )
-                edge_ids = block.edges[kind].data[dgl.EID]
-                assert torch.equal(ids, edges[:, edge_ids])
-                assert torch.equal(block.edges[kind].data["edge_attr"], graph.edge[kind]["edge_attr"][edge_ids])
-                degree = torch.bincount(edges[1], minlength=graph.num_nodes[kind[2]])
-                wanted = degree[block.dstnodes[kind[2]].data[dgl.NID]].clamp(max=fanout[kind])
-                assert torch.equal(block.in_degrees(etype=kind), wanted)
-    for kind in ("paper", "author"):
-        seeds = torch.cat([outputs[kind] for _, outputs, _ in found])
-        assert torch.equal(seeds.sort().values, torch.arange(graph.num_nodes[kind]))

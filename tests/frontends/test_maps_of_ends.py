@@ -15,10 +15,9 @@ pytest.importorskip("torch_geometric")
 import torch_geometric.nn as gnn
 
 import shardpass as sp
-from shardpass.testing import WholeGraph, shard_in_memory
-from shardpass.testing.exact import assert_exact
-from shardpass.testing.graphs import assignments, awkward_graph
-from shardpass.testing.run import run
+from shardpass.testing import WholeGraph, assert_exact, assignments, awkward_graph, run, shard_in_memory
+
+from .how_much import EACH_MODE_ONCE, assert_exact_in
 
 GRAPH = awkward_graph(channels=6, edge_channels=3)
 ALONE = {"alone": torch.zeros(GRAPH.num_nodes, dtype=torch.int64)}
@@ -147,7 +146,9 @@ def _call(model: nn.Module, fields: dict[str, Tensor], edges: Any) -> Tensor:
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_the_whole_graph(name: str) -> None:
     torch.manual_seed(0)
-    assert_exact(MODELS[name](), GRAPH, _call, sp.pyg.wrap, ranks=(1, 3))
+    model = MODELS[name]()
+    assert_exact(model, GRAPH, _call, sp.pyg.wrap, ranks=1, modes=("halo",))
+    assert_exact_in(EACH_MODE_ONCE, model, GRAPH, _call, sp.pyg.wrap, 3)
 
 
 class _Multiplications(TorchDispatchMode):

@@ -73,7 +73,7 @@ def test_the_script_does_what_it_says() -> None:
     assert tensors["sigmas"].abs().min() > 1e-3
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_ranks_that_are_threads(ranks: int, store: str) -> None:
     check(run(one_script.sharded, ranks, args=(store,)))
 

@@ -1,7 +1,5 @@
 """Rows of edges belong to one relation. Where those of another are as many, torch cannot tell, and the engine must."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -20,7 +18,7 @@ import shardpass as sp
 from shardpass.testing import WholeGraph, WholeHeteroGraph, shard_hetero_in_memory, shard_in_memory
 
 from .dgl_parity import float64  # noqa: F401
-from .verdicts import assert_refused, assert_rows
+from .on_ranks import assert_refused, assert_rows
 
 N = 24
 STEPS = (1, 5, 7)

@@ -1,7 +1,5 @@
 """Parts of a wrapped model that are called by themselves, as ``model.encoder(graph, x)`` is."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -19,8 +17,8 @@ import shardpass as sp
 from shardpass.testing import run
 
 from .dgl_parity import float64  # noqa: F401
+from .on_ranks import RANKS, assert_refused, assert_rows, on_ranks
 from .test_dgl_silent import GRAPH, N, share
-from .verdicts import RANKS, assert_refused, assert_rows
 
 
 class Encoder(nn.Module):
@@ -110,15 +108,13 @@ def test_a_part_that_backward_computes_again_is_no_forward(name):
                 torch.testing.assert_close(part, parameter.grad, rtol=0, atol=1e-10)
 
 
-def test_copies_of_a_model_have_parts_of_their_own():
-    def work(comm):
-        graph = share(comm)
-        model = sp.pyg.wrap(Whole(Encoder(gnn.GraphConv(5, 4), False)), comm)
-        other = copy.deepcopy(model)
-        with torch.no_grad():
-            for parameter in other.parameters():
-                parameter.zero_()
-        assert not other.enc(graph.x, graph).any() and not other(graph.x, graph).any()
-        assert model.enc(graph.x, graph).any() and torch.equal(model.enc(graph.x, graph), model.enc(graph.x, graph))
-
-    run(work, 3)
+@on_ranks(3)
+def test_copies_of_a_model_have_parts_of_their_own(comm):
+    graph = share(comm)
+    model = sp.pyg.wrap(Whole(Encoder(gnn.GraphConv(5, 4), False)), comm)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert not other.enc(graph.x, graph).any() and not other(graph.x, graph).any()
+    assert model.enc(graph.x, graph).any() and torch.equal(model.enc(graph.x, graph), model.enc(graph.x, graph))

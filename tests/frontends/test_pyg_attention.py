@@ -1,7 +1,5 @@
 """Attention over all nodes of the graph equals that on the whole graph."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -19,6 +17,7 @@ from shardpass.frontends.pyg import modules
 from shardpass.testing import assert_exact, assignments, run, shard_in_memory
 
 from .how_much import ONE_TO_FOUR, some_by_default
+from .on_ranks import on_ranks
 from .pyg_cases import GRAPH
 
 N = GRAPH.num_nodes
@@ -155,13 +154,11 @@ def test_classes_derived_from_attention_are_refused():
         sp.pyg.wrap(QFormer(8, 8, 8, 1, 1), sp.connect("local"))
 
 
-def test_several_graphs_are_refused():
-    def work(comm):
-        attention = sp.pyg.wrap(SGFormerAttention(5, 1, 8), comm)
-        with pytest.raises(RefusedError, match=r"takes own rows as \[1, num_own, channels\]"):
-            attention(torch.randn(2, 3, 5))
-
-    run(work, 2)
+@on_ranks(2)
+def test_several_graphs_are_refused(comm):
+    attention = sp.pyg.wrap(SGFormerAttention(5, 1, 8), comm)
+    with pytest.raises(RefusedError, match=r"takes own rows as \[1, num_own, channels\]"):
+        attention(torch.randn(2, 3, 5))
 
 
 def test_a_new_projection_is_the_same_on_every_rank():

@@ -1,7 +1,5 @@
 """What wrapped models do besides being exact: refusals, ordinary tooling, misuse."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -25,6 +23,7 @@ from shardpass.testing import (
     shard_in_memory,
 )
 
+from .on_ranks import on_ranks, share
 from .pyg_cases import GRAPH, LAYERS, MODELS, GatedConv
 
 OWNERS = assignments(GRAPH.num_nodes, 2, GRAPH.edge_index)["random"]
@@ -65,12 +64,11 @@ class Offender(gnn.MessagePassing):
 
 @pytest.mark.parametrize("mode", ["sar", "keep", "halo"])
 @pytest.mark.parametrize("kind", ["norm", "softmax", "mean", "cumsum"])
-def test_messages_that_are_not_row_wise_are_refused(kind, mode):
-    def work(comm, graph):
-        with pytest.raises(RefusedError, match=r"^Offender: messages are computed in pieces"):
-            sp.pyg.wrap(Offender(kind).double(), comm)(graph.x, graph)
-
-    on_two_ranks(work, sp.Options(mode=mode))
+@on_ranks(2)
+def test_messages_that_are_not_row_wise_are_refused(comm, kind, mode):
+    graph = share(GRAPH, comm, mode=mode)
+    with pytest.raises(RefusedError, match=r"^Offender: messages are computed in pieces"):
+        sp.pyg.wrap(Offender(kind).double(), comm)(graph.x, graph)
 
 
 @pytest.mark.parametrize(
@@ -82,22 +80,20 @@ def test_messages_that_are_not_row_wise_are_refused(kind, mode):
         ("numpy", "out of torch"),
     ],
 )
-def test_messages_that_use_ids_or_leave_torch_are_refused(kind, words):
-    def work(comm, graph):
-        with pytest.raises(RefusedError, match=words):
-            sp.pyg.wrap(Offender(kind).double(), comm)(graph.x, graph)
-
-    on_two_ranks(work)
+@on_ranks(2)
+def test_messages_that_use_ids_or_leave_torch_are_refused(comm, kind, words):
+    graph = share(GRAPH, comm)
+    with pytest.raises(RefusedError, match=words):
+        sp.pyg.wrap(Offender(kind).double(), comm)(graph.x, graph)
 
 
 @pytest.mark.parametrize("aggr", ["lstm", "sort"])
-def test_whole_neighbourhood_aggregations_are_refused_in_sequential_modes(aggr):
-    def work(comm, graph):
-        layer = gnn.SAGEConv(5, 5, aggr=aggr, aggr_kwargs={"k": 2} if aggr == "sort" else {}).double()
-        with pytest.raises(RefusedError, match=r"SAGEConv: .*mode='halo'"):
-            sp.pyg.wrap(layer, comm)(graph.x, graph)
-
-    on_two_ranks(work)
+@on_ranks(2)
+def test_whole_neighbourhood_aggregations_are_refused_in_sequential_modes(comm, aggr):
+    graph = share(GRAPH, comm)
+    layer = gnn.SAGEConv(5, 5, aggr=aggr, aggr_kwargs={"k": 2} if aggr == "sort" else {}).double()
+    with pytest.raises(RefusedError, match=r"SAGEConv: .*mode='halo'"):
+        sp.pyg.wrap(layer, comm)(graph.x, graph)
 
 
 @pytest.mark.parametrize(
@@ -108,35 +104,30 @@ def test_whole_neighbourhood_aggregations_are_refused_in_sequential_modes(aggr):
     ],
     ids=lambda layer: type(layer).__name__,
 )
-def test_layers_that_mix_nodes_are_refused_by_name(layer):
-    model = torch.nn.Sequential(torch.nn.Linear(5, 5), layer)
-
-    def work(comm, graph):
-        with pytest.raises(RefusedError, match=rf"{type(layer).__name__} \(at '1'\) cannot be exact"):
-            sp.pyg.wrap(copy.deepcopy(model), comm)
-
-    on_two_ranks(work)
+@on_ranks(2)
+def test_layers_that_mix_nodes_are_refused_by_name(comm, layer):
+    model = torch.nn.Sequential(torch.nn.Linear(5, 5), copy.deepcopy(layer))
+    with pytest.raises(RefusedError, match=rf"{type(layer).__name__} \(at '1'\) cannot be exact"):
+        sp.pyg.wrap(model, comm)
 
 
-def test_wrapping_keeps_names_and_class():
+@on_ranks(2)
+def test_wrapping_keeps_names_and_class(comm):
     torch.manual_seed(0)
     plain = gnn.GAT(5, 8, 2, 4, norm="batch_norm").double()
     expected = copy.deepcopy(plain)(GRAPH.node["x"], GRAPH.edge_index)
-
-    def work(comm, graph):
-        model = sp.pyg.wrap(copy.deepcopy(plain), comm)
-        assert list(model.state_dict()) == list(plain.state_dict()) and type(model) is gnn.GAT
-        assert sp.pyg.wrap(model, comm) is model
-        twin = copy.deepcopy(model)
-        with torch.no_grad():
-            for p in twin.parameters():
-                p.mul_(2)
-        before = model(graph.x, graph)
-        assert not torch.equal(before, twin(graph.x, graph)), "the copy must use its own parameters"
-        return model(graph.x, graph), graph.node_ids
-
-    for out, ids in on_two_ranks(work):
-        torch.testing.assert_close(out, expected[ids])
+    graph = share(GRAPH, comm)
+    model = sp.pyg.wrap(copy.deepcopy(plain), comm)
+    assert list(model.state_dict()) == list(plain.state_dict()) and type(model) is gnn.GAT
+    assert sp.pyg.wrap(model, comm) is model
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.mul_(2)
+    before = model(graph.x, graph)
+    assert not torch.equal(before, twin(graph.x, graph)), "the copy must use its own parameters"
+    out, ids = model(graph.x, graph), graph.node_ids
+    torch.testing.assert_close(out, expected[ids])
 
 
 def test_a_layer_that_remembers_another_graph_is_refused():
@@ -157,22 +148,19 @@ def test_an_ordinary_edge_index_is_refused(layer):
             wrapped(x, edge_index=GRAPH.edge_index)
 
 
-def test_evaluation_without_gradients_and_in_inference_mode():
+@on_ranks(2)
+def test_evaluation_without_gradients_and_in_inference_mode(comm):
     torch.manual_seed(0)
     plain = gnn.GAT(5, 8, 2, 4, norm="batch_norm", dropout=0.5).double().eval()
     expected = plain(GRAPH.node["x"], GRAPH.edge_index).detach()
-
-    def work(comm, graph):
-        model = sp.pyg.wrap(copy.deepcopy(plain), comm)
-        with torch.no_grad():
-            first = model(graph.x, graph)
-        with torch.inference_mode():
-            second = model(graph.x, graph)
-        return first, second, graph.node_ids
-
-    for first, second, ids in on_two_ranks(work):
-        torch.testing.assert_close(first, expected[ids])
-        torch.testing.assert_close(second, expected[ids])
+    graph = share(GRAPH, comm)
+    model = sp.pyg.wrap(copy.deepcopy(plain), comm)
+    with torch.no_grad():
+        first = model(graph.x, graph)
+    with torch.inference_mode():
+        second = model(graph.x, graph)
+    torch.testing.assert_close(first, expected[graph.node_ids])
+    torch.testing.assert_close(second, expected[graph.node_ids])
 
 
 @pytest.mark.parametrize("mode", ["sar", "keep", "halo"])
@@ -241,67 +229,61 @@ def test_a_model_that_threads_share_is_refused():
     assert mine is not other
 
 
-def test_double_backward_is_refused_with_a_sentence():
-    def work(comm, graph):
-        x = graph.x.clone().requires_grad_()
-        out = sp.pyg.wrap(gnn.GCNConv(5, 3).double(), comm)(x, graph)
-        with pytest.raises(RefusedError, match="double backward through a sharded call is not supported"):
-            torch.autograd.grad(out.square().sum(), x, create_graph=True)
-
-    on_two_ranks(work)
-
-
-def test_in_place_change_of_a_saved_tensor_is_noticed():
-    def work(comm, graph):
-        x = graph.x.clone().requires_grad_()
-        hidden = x * 1
-        out = sp.pyg.wrap(gnn.EdgeConv(torch.nn.Linear(10, 3)).double(), comm)(hidden, graph)
-        hidden.detach().add_(1)
-        hidden.data.add_(1)
-        with torch.no_grad():
-            hidden.add_(1)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            out.sum().backward()
-
-    on_two_ranks(work)
+@on_ranks(2)
+def test_double_backward_is_refused_with_a_sentence(comm):
+    graph = share(GRAPH, comm)
+    x = graph.x.clone().requires_grad_()
+    out = sp.pyg.wrap(gnn.GCNConv(5, 3).double(), comm)(x, graph)
+    with pytest.raises(RefusedError, match="double backward through a sharded call is not supported"):
+        torch.autograd.grad(out.square().sum(), x, create_graph=True)
 
 
-def test_attention_weights_kept_by_a_message_are_not_available():
-    def work(comm, graph):
-        layer = sp.pyg.wrap(gnn.TransformerConv(5, 4).double(), comm)
-        assert layer(graph.x, graph).shape == (graph.num_own_nodes, 4)
-        with pytest.raises(RefusedError, match=r"_alpha.*not available on a sharded graph"):
-            layer(graph.x, graph, return_attention_weights=True)
+@on_ranks(2)
+def test_in_place_change_of_a_saved_tensor_is_noticed(comm):
+    graph = share(GRAPH, comm)
+    x = graph.x.clone().requires_grad_()
+    hidden = x * 1
+    out = sp.pyg.wrap(gnn.EdgeConv(torch.nn.Linear(10, 3)).double(), comm)(hidden, graph)
+    hidden.detach().add_(1)
+    hidden.data.add_(1)
+    with torch.no_grad():
+        hidden.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
 
-    on_two_ranks(work)
+
+@on_ranks(2)
+def test_attention_weights_kept_by_a_message_are_not_available(comm):
+    graph = share(GRAPH, comm)
+    layer = sp.pyg.wrap(gnn.TransformerConv(5, 4).double(), comm)
+    assert layer(graph.x, graph).shape == (graph.num_own_nodes, 4)
+    with pytest.raises(RefusedError, match=r"_alpha.*not available on a sharded graph"):
+        layer(graph.x, graph, return_attention_weights=True)
 
 
-def test_attention_weights_of_gat_are_those_of_the_whole_graph():
+@on_ranks(2)
+def test_attention_weights_of_gat_are_those_of_the_whole_graph(comm):
     torch.manual_seed(0)
     plain = gnn.GATConv(5, 4, heads=2, add_self_loops=False).double()
     _, (_, expected) = plain(GRAPH.node["x"], GRAPH.edge_index, return_attention_weights=True)
-
-    def work(comm, graph):
-        layer = sp.pyg.wrap(copy.deepcopy(plain), comm)
-        _, (_, alpha) = layer(graph.x, graph, return_attention_weights=True)
-        torch.testing.assert_close(alpha + 0, expected[graph.edge_ids])
-
-    on_two_ranks(work)
+    graph = share(GRAPH, comm)
+    layer = sp.pyg.wrap(copy.deepcopy(plain), comm)
+    _, (_, alpha) = layer(graph.x, graph, return_attention_weights=True)
+    torch.testing.assert_close(alpha + 0, expected[graph.edge_ids])
 
 
-def test_half_precision_and_autocast_run():
-    def work(comm, graph):
-        model = sp.pyg.wrap(gnn.GAT(5, 8, 2, 4, heads=2), comm)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = model(graph.x.float(), graph)
-        out.float().sum().backward()
-        sp.sync_gradients(model, comm)
-        low = sp.pyg.wrap(gnn.GraphSAGE(5, 8, 2, 4).to(torch.bfloat16), comm)
-        low(graph.x.to(torch.bfloat16), graph).sum().backward()
-        grads = [p.grad for m in (model, low) for p in m.parameters()]
-        assert all(bool(torch.isfinite(g).all()) for g in grads)
-
-    on_two_ranks(work)
+@on_ranks(2)
+def test_half_precision_and_autocast_run(comm):
+    graph = share(GRAPH, comm)
+    model = sp.pyg.wrap(gnn.GAT(5, 8, 2, 4, heads=2), comm)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model(graph.x.float(), graph)
+    out.float().sum().backward()
+    sp.sync_gradients(model, comm)
+    low = sp.pyg.wrap(gnn.GraphSAGE(5, 8, 2, 4).to(torch.bfloat16), comm)
+    low(graph.x.to(torch.bfloat16), graph).sum().backward()
+    grads = [p.grad for m in (model, low) for p in m.parameters()]
+    assert all(bool(torch.isfinite(g).all()) for g in grads)
 
 
 def test_lazy_parameters_are_refused_before_training():
@@ -324,14 +306,13 @@ def test_batch_norms_that_would_use_own_rows_only_are_refused():
         sp.pyg.wrap(OwnBatchNorm(5), sp.connect("local"))
 
 
-def test_reentrant_checkpointing_is_refused_with_the_way_out():
-    def work(comm, graph):
-        layer = sp.pyg.wrap(gnn.GCNConv(5, 3).double(), comm)
-        x = graph.x.clone().requires_grad_()
-        with pytest.raises(RefusedError, match="use_reentrant=False"):
-            checkpoint(layer, x, graph.edge_index, use_reentrant=True).sum().backward()
-
-    on_two_ranks(work)
+@on_ranks(2)
+def test_reentrant_checkpointing_is_refused_with_the_way_out(comm):
+    graph = share(GRAPH, comm)
+    layer = sp.pyg.wrap(gnn.GCNConv(5, 3).double(), comm)
+    x = graph.x.clone().requires_grad_()
+    with pytest.raises(RefusedError, match="use_reentrant=False"):
+        checkpoint(layer, x, graph.edge_index, use_reentrant=True).sum().backward()
 
 
 class Twice(torch.nn.Module):

@@ -1,7 +1,5 @@
 """What every rank has alike beside rows of its own: in norms, in sums over ranks, in lookups by ``batch``."""
 
-from __future__ import annotations
-
 import inspect
 import re
 
@@ -19,6 +17,7 @@ from shardpass.errors import RefusedError
 from shardpass.testing import WholeGraph, assert_exact, assignments, run, shard_in_memory
 
 from .how_much import one_each
+from .on_ranks import on_ranks
 from .pyg_cases import GRAPH
 
 MANY = WholeGraph(GRAPH.num_nodes, GRAPH.edge_index, dict(GRAPH.node), dict(GRAPH.edge))
@@ -171,10 +170,8 @@ class OfSize(OfSources):
 
 
 @pytest.mark.parametrize("kind", [OfSources, OfSize])
-def test_the_number_of_sources_is_refused_in_a_message(kind):
-    def work(comm):
+@on_ranks(3)
+def test_the_number_of_sources_is_refused_in_a_message(comm, kind):
+    with pytest.raises(RefusedError, match=r"every_rank\.py:\d+: .*size.*are the number of source nodes"):
         graph = shard_in_memory(GRAPH, torch.arange(41) % 3, comm)
         sp.pyg.wrap(kind().double(), comm)(graph.x, graph)
-
-    with pytest.raises(RefusedError, match=r"every_rank\.py:\d+: .*size.*are the number of source nodes"):
-        run(work, 3)

@@ -1,7 +1,5 @@
 """What a probe found is kept for the next calls of a layer, unless something has changed on which it depends."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -11,8 +9,7 @@ from torch import nn
 
 import shardpass as sp
 from shardpass.core.tracing import probing
-from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
-from shardpass.testing.run import run
+from shardpass.testing import assignments, awkward_graph, run, shard_in_memory
 
 GRAPH = awkward_graph()
 OWNERS = {ranks: assignments(GRAPH.num_nodes, ranks, GRAPH.edge_index)["random"] for ranks in (1, 3)}

@@ -1,7 +1,5 @@
 """graph.layers: the wanted nodes' outputs and all gradients are those of the whole graph, from fewer nodes and rows."""
 
-from __future__ import annotations
-
 import copy
 from itertools import pairwise
 
@@ -17,12 +15,11 @@ import shardpass as sp
 from shardpass.backends.recording import RecordingCommunicator
 from shardpass.core.ranks import Ranks
 from shardpass.errors import RefusedError
-from shardpass.testing.graphs import WholeGraph, assignments, shard_in_memory
-from shardpass.testing.parity import cotangent
-from shardpass.testing.run import run
+from shardpass.testing import WholeGraph, assignments, cotangent, run, shard_in_memory
 
 from .conv_cases import SORTED
 from .how_much import ONE_TWO_FOUR
+from .on_ranks import on_ranks, share
 from .pyg_cases import GRAPH, mlp
 
 WANTED = torch.zeros(GRAPH.num_nodes, dtype=torch.bool).index_fill(0, torch.tensor([2, 7, 30]), True)
@@ -116,7 +113,8 @@ def test_layers_shrink_to_what_is_needed():
     assert sum(r[2][1] for r in results) < sum(r[2][0] for r in results)
 
 
-def test_norms_over_nodes_are_refused_while_they_take_statistics():
+@on_ranks(2)
+def test_norms_over_nodes_are_refused_while_they_take_statistics(comm):
     class Normed(PerLayer):
         def __init__(self):
             super().__init__(gnn.SAGEConv)
@@ -125,45 +123,37 @@ def test_norms_over_nodes_are_refused_while_they_take_statistics():
         def forward(self, x, layers):
             return self.norm(super().forward(x, layers))
 
-    def work(comm):
-        graph = shard_in_memory(chain(), torch.arange(24) % 2, comm)
-        model = sp.pyg.wrap(Normed(), comm)
-        layers = graph.layers(graph.node_ids > 20, 3)
-        with pytest.raises(RefusedError, match=r"norm: .* the statistics of all nodes.* graph\.layers"):
-            model(graph.x, layers)
-        model.eval()(graph.x, layers)
-
-    run(work, 2)
+    graph = shard_in_memory(chain(), torch.arange(24) % 2, comm)
+    model = sp.pyg.wrap(Normed(), comm)
+    layers = graph.layers(graph.node_ids > 20, 3)
+    with pytest.raises(RefusedError, match=r"norm: .* the statistics of all nodes.* graph\.layers"):
+        model(graph.x, layers)
+    model.eval()(graph.x, layers)
 
 
-def test_wrong_masks_are_told():
-    def work(comm):
-        graph = shard_in_memory(chain(), torch.arange(24) % 2, comm)
-        with pytest.raises(ValueError, match=r"expected bool \[12\], got torch.int64 \[3\]"):
-            graph.layers(torch.arange(3), 2)
-        with pytest.raises(RefusedError, match=r"do not work with graph\.layers"):
-            sp.pyg.wrap(gnn.SAGEConv(5, 5, flow="target_to_source"), comm)(
-                graph.x, graph.layers(graph.x[:, 0] > 0, 1)[0]
-            )
-
-    run(work, 2)
+@on_ranks(2)
+def test_wrong_masks_are_told(comm):
+    graph = shard_in_memory(chain(), torch.arange(24) % 2, comm)
+    with pytest.raises(ValueError, match=r"expected bool \[12\], got torch.int64 \[3\]"):
+        graph.layers(torch.arange(3), 2)
+    with pytest.raises(RefusedError, match=r"do not work with graph\.layers"):
+        sp.pyg.wrap(gnn.SAGEConv(5, 5, flow="target_to_source"), comm)(graph.x, graph.layers(graph.x[:, 0] > 0, 1)[0])
 
 
 @pytest.mark.parametrize("layer", [gnn.TAGConv(5, 4, 2), gnn.APPNP(2, 0.1), gnn.GCN(5, 4, 2), gnn.ChebConv(5, 4, 3)])
-def test_several_hops_over_one_edge_index_are_refused(layer):
-    def work(comm):
-        graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm)
-        model = sp.pyg.wrap(copy.deepcopy(layer).double(), comm)
-        (flow,) = graph.layers(WANTED[graph.node_ids], 1)
-        for _ in range(2):
-            with pytest.raises(RefusedError, match=r"a second message over one edge_index of graph\.layers"):
-                model(graph.x, flow)
-
-    run(work, 2)
+@on_ranks(2)
+def test_several_hops_over_one_edge_index_are_refused(comm, layer):
+    graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm)
+    model = sp.pyg.wrap(copy.deepcopy(layer).double(), comm)
+    (flow,) = graph.layers(WANTED[graph.node_ids], 1)
+    for _ in range(2):
+        with pytest.raises(RefusedError, match=r"a second message over one edge_index of graph\.layers"):
+            model(graph.x, flow)
 
 
 @pytest.mark.parametrize("how", ["its memory is used again", "changed in place"])
-def test_a_second_message_is_noticed_whatever_memory_it_starts_from(how):
+@on_ranks(1)
+def test_a_second_message_is_noticed_whatever_memory_it_starts_from(comm, how):
     class TwoHops(gnn.MessagePassing):
         def forward(self, x, edge_index):
             h = x * 1
@@ -177,80 +167,68 @@ def test_a_second_message_is_noticed_whatever_memory_it_starts_from(how):
                 kept.append(out * 1)
             return self.propagate(edge_index, x=kept[-1])
 
-    def work(comm):
-        graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % comm.size, comm)
-        model = sp.pyg.wrap(TwoHops(), comm, check=False)
-        (flow,) = graph.layers(WANTED[graph.node_ids], 1)
-        with torch.no_grad(), pytest.raises(RefusedError, match="a second message over one edge_index"):
-            model(graph.x, flow)
-
-    run(work, 1)
+    graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % comm.size, comm)
+    model = sp.pyg.wrap(TwoHops(), comm, check=False)
+    (flow,) = graph.layers(WANTED[graph.node_ids], 1)
+    with torch.no_grad(), pytest.raises(RefusedError, match="a second message over one edge_index"):
+        model(graph.x, flow)
 
 
-def test_layers_in_another_order_are_refused():
-    def work(comm):
-        graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % comm.size, comm)
-        model = sp.pyg.wrap(PerLayer(gnn.SAGEConv), comm, check=False).double()
-        layers = graph.layers(WANTED[graph.node_ids], 3)
-        model(graph.x, layers)  # and again, in the right order
-        model(graph.x, layers)
-        with pytest.raises(RefusedError, match=r"number 1 of graph\.layers after number 2"):
-            model(graph.x, layers[::-1])
-
-    run(work, 2)
+@on_ranks(2)
+def test_layers_in_another_order_are_refused(comm):
+    graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % comm.size, comm)
+    model = sp.pyg.wrap(PerLayer(gnn.SAGEConv), comm, check=False).double()
+    layers = graph.layers(WANTED[graph.node_ids], 3)
+    model(graph.x, layers)  # and again, in the right order
+    model(graph.x, layers)
+    with pytest.raises(RefusedError, match=r"number 1 of graph\.layers after number 2"):
+        model(graph.x, layers[::-1])
 
 
-def test_siblings_over_one_edge_index_are_not_hops():
-    def work(comm):
-        graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm)
-        model = sp.pyg.wrap(gnn.RGCNConv(5, 4, 2).double(), comm)
-        (flow,) = graph.layers(WANTED[graph.node_ids], 1)
-        for _ in range(2):
-            out = model(graph.x, flow, torch.arange(graph.num_own_edges) % 2)
-        whole = model(graph.x, graph, torch.arange(graph.num_own_edges) % 2)
-        wanted = WANTED[graph.node_ids]
-        torch.testing.assert_close(out[wanted], whole[wanted])
-
-    run(work, 2)
+@on_ranks(2)
+def test_siblings_over_one_edge_index_are_not_hops(comm):
+    graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm)
+    model = sp.pyg.wrap(gnn.RGCNConv(5, 4, 2).double(), comm)
+    (flow,) = graph.layers(WANTED[graph.node_ids], 1)
+    for _ in range(2):
+        out = model(graph.x, flow, torch.arange(graph.num_own_edges) % 2)
+    whole = model(graph.x, graph, torch.arange(graph.num_own_edges) % 2)
+    wanted = WANTED[graph.node_ids]
+    torch.testing.assert_close(out[wanted], whole[wanted])
 
 
-def test_caches_and_readouts_are_refused():
-    def work(comm):
-        graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm)
-        (flow,) = graph.layers(WANTED[graph.node_ids], 1)
-        with pytest.raises(RefusedError, match="cached=True"):
-            sp.pyg.wrap(gnn.GCNConv(5, 4, cached=True).double(), comm)(graph.x, flow)
+@on_ranks(2)
+def test_caches_and_readouts_are_refused(comm):
+    graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm)
+    (flow,) = graph.layers(WANTED[graph.node_ids], 1)
+    with pytest.raises(RefusedError, match="cached=True"):
+        sp.pyg.wrap(gnn.GCNConv(5, 4, cached=True).double(), comm)(graph.x, flow)
 
-        class Readout(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.conv = gnn.GCNConv(5, 4)
+    class Readout(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = gnn.GCNConv(5, 4)
 
-            def forward(self, x, edge_index, batch):
-                return gnn.global_mean_pool(self.conv(x, edge_index), batch)
+        def forward(self, x, edge_index, batch):
+            return gnn.global_mean_pool(self.conv(x, edge_index), batch)
 
-        with pytest.raises(RefusedError, match=r"graph\.batch"):
-            sp.pyg.wrap(Readout().double(), comm)(graph.x, flow, graph.batch)
-
-    run(work, 2)
+    with pytest.raises(RefusedError, match=r"graph\.batch"):
+        sp.pyg.wrap(Readout().double(), comm)(graph.x, flow, graph.batch)
 
 
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
-def test_neighbourhoods_are_padded_as_on_the_whole_graph(kind):
+@on_ranks(2)
+def test_neighbourhoods_are_padded_as_on_the_whole_graph(comm, kind):
     torch.manual_seed(0)
     aggr = gnn.aggr.GRUAggregation(5, 5) if kind == "gru" else "lstm"
     plain = gnn.SAGEConv(5, 4, aggr=aggr).double()
     expected = plain(SORTED.node["x"], SORTED.edge_index)
     wanted = torch.zeros(SORTED.num_nodes, dtype=torch.bool)
     wanted[torch.bincount(SORTED.edge_index[1], minlength=SORTED.num_nodes).topk(30, largest=False).indices] = True
-
-    def work(comm):
-        graph = shard_in_memory(SORTED, torch.arange(SORTED.num_nodes) % 2, comm, sp.Options(mode="halo"))
-        (flow,) = graph.layers(wanted[graph.node_ids], 1)
-        out, mine = sp.pyg.wrap(copy.deepcopy(plain), comm)(graph.x, flow), wanted[graph.node_ids]
-        torch.testing.assert_close(out[mine], expected[graph.node_ids][mine], rtol=0, atol=1e-10)
-
-    run(work, 2)
+    graph = shard_in_memory(SORTED, torch.arange(SORTED.num_nodes) % 2, comm, sp.Options(mode="halo"))
+    (flow,) = graph.layers(wanted[graph.node_ids], 1)
+    out, mine = sp.pyg.wrap(copy.deepcopy(plain), comm)(graph.x, flow), wanted[graph.node_ids]
+    torch.testing.assert_close(out[mine], expected[graph.node_ids][mine], rtol=0, atol=1e-10)
 
 
 class IndexesAfter(nn.Module):
@@ -268,15 +246,12 @@ class IndexesAfter(nn.Module):
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_a_result_is_not_indexed_by_the_layer_that_made_it(before):
-    def work(comm):
-        owners = assignments(GRAPH.num_nodes, 2, GRAPH.edge_index)["random"]
-        graph = shard_in_memory(GRAPH, owners, comm)
-        layers = graph.layers(WANTED[graph.node_ids], 1)
-        model = sp.pyg.wrap(IndexesAfter(before).double(), comm, check=False)
-        if before:
-            return model(graph.x, layers)
-        with pytest.raises(RefusedError, match="after a message over it"):
-            model(graph.x, layers)
-
-    run(work, 2)
+@on_ranks(2)
+def test_a_result_is_not_indexed_by_the_layer_that_made_it(comm, before):
+    graph = share(GRAPH, comm)
+    layers = graph.layers(WANTED[graph.node_ids], 1)
+    model = sp.pyg.wrap(IndexesAfter(before).double(), comm, check=False)
+    if before:
+        return model(graph.x, layers)
+    with pytest.raises(RefusedError, match="after a message over it"):
+        model(graph.x, layers)

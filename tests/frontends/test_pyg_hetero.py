@@ -1,7 +1,5 @@
 """Graphs of several types: models equal themselves on the whole graph, float64, 1e-10, all modes and ranks."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 
@@ -19,6 +17,7 @@ from shardpass.testing import assert_exact, cotangent, hetero_assignments, run, 
 
 from .hetero_cases import GRAPH, LAYERS, METADATA, MODELS, TwoLayers, by_type
 from .how_much import SOME_OR_ALL, assert_case_exact, some_by_default
+from .on_ranks import on_ranks, share
 
 BOUND = 1e-10
 CITES, WRITES, BY = METADATA[1][:3]
@@ -87,20 +86,19 @@ def test_every_rank_answers_in_backward_whatever_types_its_loss_reaches(name):
         torch.testing.assert_close(found[parameter], grad, rtol=0, atol=BOUND)
 
 
-def test_a_union_of_relations_is_made_once_for_all_layers_and_calls():
-    def work(comm, graph):
-        model = sp.pyg.wrap(TwoLayers(lambda i, o: gnn.HGTConv(i, o, METADATA)).double(), comm)
-        for _ in range(3):
-            model(graph.x_dict, graph)
-        plans = [relation.plan for relation in graph.relations.values()]
-        return (
-            sum(len(plan.comm.caches.of(Unions, plan).made) for plan in plans),
-            plans[0].comm.caches.of(Unions, plans[0]).made[0].edge_index.plan.num_halo,
-            graph.num_halo,
-        )
-
-    for count, halo_of_union, halo in on_two_ranks(work):
-        assert count == 1 and halo_of_union == halo  # HGT keeps a row per relation
+@on_ranks(2)
+def test_a_union_of_relations_is_made_once_for_all_layers_and_calls(comm):
+    graph = share(GRAPH, comm)
+    model = sp.pyg.wrap(TwoLayers(lambda i, o: gnn.HGTConv(i, o, METADATA)).double(), comm)
+    for _ in range(3):
+        model(graph.x_dict, graph)
+    plans = [relation.plan for relation in graph.relations.values()]
+    count, halo_of_union, halo = (
+        sum(len(plan.comm.caches.of(Unions, plan).made) for plan in plans),
+        plans[0].comm.caches.of(Unions, plans[0]).made[0].edge_index.plan.num_halo,
+        graph.num_halo,
+    )
+    assert count == 1 and halo_of_union == halo  # HGT keeps a row per relation
 
 
 def test_hgt_takes_relations_in_any_order():
@@ -230,29 +228,26 @@ def test_a_missing_type_is_an_error_on_every_rank():
 
 
 @pytest.mark.parametrize("which", ["nodes", "edges"])
-def test_ranks_that_pass_types_in_another_order_are_told(which):
+@on_ranks(2)
+def test_ranks_that_pass_types_in_another_order_are_told(comm, which):
     """HANConv communicates in that order, on tensors that look alike."""
-
-    def work(comm, graph):
-        model = sp.pyg.wrap(gnn.HANConv(5, 4, METADATA).double(), comm, check=False)
-        nodes, edges = graph.x_dict, graph.edge_index_dict
-        if comm.rank == 1 and which == "nodes":
-            nodes = dict(reversed(list(nodes.items())))
-        if comm.rank == 1 and which == "edges":
-            edges = dict(reversed(list(edges.items())))
-        with pytest.raises(DivergenceError, match=r"types of the arguments: ranks disagree"):
-            model(nodes, edges)
-
-    on_two_ranks(work)
+    graph = share(GRAPH, comm)
+    model = sp.pyg.wrap(gnn.HANConv(5, 4, METADATA).double(), comm, check=False)
+    nodes, edges = graph.x_dict, graph.edge_index_dict
+    if comm.rank == 1 and which == "nodes":
+        nodes = dict(reversed(list(nodes.items())))
+    if comm.rank == 1 and which == "edges":
+        edges = dict(reversed(list(edges.items())))
+    with pytest.raises(DivergenceError, match=r"types of the arguments: ranks disagree"):
+        model(nodes, edges)
 
 
-def test_an_edge_type_that_hgt_does_not_know_is_told():
-    def work(comm, graph):
-        model = sp.pyg.wrap(gnn.HGTConv(5, 4, (METADATA[0], [CITES])).double(), comm)
-        with pytest.raises(ValueError, match=r"are not edge types of this layer"):
-            model(graph.x_dict, graph)
-
-    on_two_ranks(work)
+@on_ranks(2)
+def test_an_edge_type_that_hgt_does_not_know_is_told(comm):
+    graph = share(GRAPH, comm)
+    model = sp.pyg.wrap(gnn.HGTConv(5, 4, (METADATA[0], [CITES])).double(), comm)
+    with pytest.raises(ValueError, match=r"are not edge types of this layer"):
+        model(graph.x_dict, graph)
 
 
 def test_hgt_takes_relations_against_their_direction():
@@ -344,10 +339,9 @@ def test_types_that_only_this_rank_lacks_are_not_left_out(name):
     )
 
 
-def test_whether_this_rank_has_no_edges_is_refused():
-    def work(comm, graph):
+@on_ranks(2)
+def test_whether_this_rank_has_no_edges_is_refused(comm):
+    graph = share(GRAPH, comm)
+    with pytest.raises(RefusedError, match=r"hetero\.py:\d+: .*== 0.*whether there are \d+ edges.*Ask `> 0`"):
         model = sp.pyg.wrap(Guarded(lambda e: not e.size(1) == 0).double(), comm)  # noqa: SIM201
         model(graph.x_dict, graph.edge_index_dict)
-
-    with pytest.raises(RefusedError, match=r"hetero\.py:\d+: .*== 0.*whether there are \d+ edges.*Ask `> 0`"):
-        on_two_ranks(work)

@@ -1,7 +1,5 @@
 """Link prediction on the whole graph: PyG's autoencoders, DGI and decoders, against plain PyG with the same pairs."""
 
-from __future__ import annotations
-
 import copy
 import runpy
 from pathlib import Path
@@ -29,6 +27,7 @@ from shardpass.testing import (
 )
 
 from .model_cases import Variational
+from .on_ranks import on_ranks
 from .pyg_cases import GRAPH
 
 EXAMPLE = runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples" / "link_prediction.py"))
@@ -192,20 +191,17 @@ def test_links_between_two_types(ranks):
             torch.testing.assert_close(grad, parameter.grad, rtol=0, atol=1e-10)
 
 
-def test_metrics_of_an_autoencoder():
+@on_ranks(3)
+def test_metrics_of_an_autoencoder(comm):
     pytest.importorskip("sklearn")
     torch.manual_seed(0)
     plain = gnn.GAE(gnn.GCN(5, 8, 2, 4)).double()
     expected = plain.test(plain.encode(GRAPH.node["x"], GRAPH.edge_index), POS, NEG)
-
-    def work(comm):
-        graph = shard_in_memory(GRAPH, torch.arange(N) % 3, comm)
-        model = sp.pyg.wrap(copy.deepcopy(plain), comm)
-        ends = [sp.node_ids(graph, pairs[:, comm.rank :: 3]) for pairs in (POS, NEG)]
-        return model.test(model.encode(graph.x, graph), *ends)
-
-    for found in run(work, 3):
-        assert found == pytest.approx(expected, abs=1e-12)
+    graph = shard_in_memory(GRAPH, torch.arange(N) % 3, comm)
+    model = sp.pyg.wrap(copy.deepcopy(plain), comm)
+    ends = [sp.node_ids(graph, pairs[:, comm.rank :: 3]) for pairs in (POS, NEG)]
+    found = model.test(model.encode(graph.x, graph), *ends)
+    assert found == pytest.approx(expected, abs=1e-12)
 
 
 def test_an_autoencoder_draws_its_own_negatives():
@@ -270,12 +266,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_mixes_is_refused_at_its_line(name):
+@on_ranks(2)
+def test_what_mixes_is_refused_at_its_line(comm, name):
     make, call, words = REFUSED[name]
-
-    def work(comm):
-        graph = shard_in_memory(GRAPH, torch.arange(N) % 2, comm)
-        with pytest.raises(RefusedError, match=words):
-            call(sp.pyg.wrap(make().double(), comm), graph, sp.node_ids(graph, POS))
-
-    run(work, 2)
+    graph = shard_in_memory(GRAPH, torch.arange(N) % 2, comm)
+    with pytest.raises(RefusedError, match=words):
+        call(sp.pyg.wrap(make().double(), comm), graph, sp.node_ids(graph, POS))

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import shardpass as sp
-from shardpass.testing.graphs import WholeGraph, assignments, awkward_graph, shard_in_memory
-from shardpass.testing.run import run
+from shardpass.testing import WholeGraph, assignments, awkward_graph, run, shard_in_memory
 
 pytest.importorskip("torch_geometric")
 
@@ -69,8 +68,7 @@ def assert_batch_holds(batch, graph: WholeGraph, fanouts, replace=False):
         assert e_id.unique().numel() == e_id.numel()
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(("ranks", "prefetch"), [(1, 2), (3, 0), (3, 2)])
 def test_batches_are_parts_of_the_graph(ranks, prefetch):
     for kind in assignments(GRAPH.num_nodes, ranks, GRAPH.edge_index):
         found = epochs(

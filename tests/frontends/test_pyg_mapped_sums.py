@@ -1,7 +1,5 @@
 """SAGEConv and GraphConv map their sums linearly: before the sum where rows get narrower; the same numbers always."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -13,10 +11,10 @@ pytest.importorskip("torch_geometric")
 from torch_geometric.nn import GraphConv, SAGEConv
 
 import shardpass as sp
-from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
-from shardpass.testing.run import run
+from shardpass.testing import awkward_graph
 
 from .how_much import SOME_OR_ALL, assert_case_exact
+from .on_ranks import on_ranks, share
 from .pyg_cases import GRAPH
 
 
@@ -73,8 +71,7 @@ def bytes_of(layer, needs_grad=True, hook=None, **options):
     graph_of = awkward_graph(channels=8)
 
     def rank(comm):
-        owners = assignments(graph_of.num_nodes, 3, graph_of.edge_index)["random"]
-        graph = shard_in_memory(graph_of, owners, comm, sp.Options(**options))
+        graph = share(graph_of, comm, **options)
         with sp.seed(0, comm):
             model = layer()
         if hook is not None:
@@ -134,32 +131,27 @@ def test_a_hook_sees_the_sums_themselves():
 
 
 @pytest.mark.parametrize("mode", ["sar", "keep"])
-def test_a_hook_on_one_rank_alone_makes_no_rank_wrong(mode):
+@on_ranks(3)
+def test_a_hook_on_one_rank_alone_makes_no_rank_wrong(comm, mode):
     """Rows in shared memory have no length by which readers would notice."""
     whole = awkward_graph(channels=8)
-    owners = assignments(whole.num_nodes, 3, whole.edge_index)["random"]
     torch.manual_seed(0)
     model = nn.Sequential(SAGEConv(8, 6), SAGEConv(6, 2)).double()
     out = model[1](model[0](whole.node["x"], whole.edge_index), whole.edge_index)
     out.square().sum().backward()
     expected = [p.grad for p in model.parameters()]
-
-    def rank(comm):
-        comm.inner.shares_memory, comm.inner.local_ranks = True, tuple(range(comm.size))
-        options = sp.Options(mode=mode, cache_constant_inputs=False)  # so the first layer, too, maps before its sum
-        graph, own = shard_in_memory(whole, owners, comm, options), copy.deepcopy(model)
-        for layer in own:
-            sp.pyg.wrap(layer, comm, check=False)
-            if comm.rank == 0:
-                layer.aggr_module.register_forward_hook(lambda *args: None)
-        found = own[1](own[0](graph.x, graph), graph)
-        torch.testing.assert_close(found, out.detach()[graph.node_ids])
-        own.zero_grad()
-        found.square().sum().backward()
-        return [p.grad for p in own.parameters()]
-
-    for own in run(rank, 3):
-        torch.testing.assert_close(own, expected)
+    comm.inner.shares_memory, comm.inner.local_ranks = True, tuple(range(comm.size))
+    graph, own = share(whole, comm, mode=mode, cache_constant_inputs=False), copy.deepcopy(model)  # both layers map
+    for layer in own:
+        sp.pyg.wrap(layer, comm, check=False)
+        if comm.rank == 0:
+            layer.aggr_module.register_forward_hook(lambda *args: None)
+    found = own[1](own[0](graph.x, graph), graph)
+    torch.testing.assert_close(found, out.detach()[graph.node_ids])
+    own.zero_grad()
+    found.square().sum().backward()
+    own = [p.grad for p in own.parameters()]
+    torch.testing.assert_close(own, expected)
 
 
 def test_a_layer_with_code_of_its_own_is_left_alone():

@@ -1,7 +1,5 @@
 """Layers that look like an attention or a copy and are not quite: exact all the same. Each was wrong once."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -12,7 +10,9 @@ from torch_geometric.nn import GATConv, GATv2Conv, MessagePassing, SAGEConv
 from torch_geometric.utils import scatter, softmax
 
 import shardpass as sp
-from shardpass.testing import WholeGraph, assert_exact, assignments, awkward_graph, run, shard_in_memory
+from shardpass.testing import WholeGraph, assert_exact, assignments, awkward_graph
+
+from .on_ranks import on_ranks, share
 
 GRAPH = awkward_graph()
 ZEROS = WholeGraph(GRAPH.num_nodes, GRAPH.edge_index, {"x": GRAPH.node["x"].clone()}, {})
@@ -174,21 +174,17 @@ def test_it_equals_the_whole_graph(name, ranks):
 
 @pytest.mark.parametrize("make", [lambda: GATConv(5, 3), lambda: GATv2Conv(5, 3)], ids=["GATConv", "GATv2Conv"])
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode], ids=lambda g: g.__name__)
-def test_evaluation_without_gradients(make, guard):
+@on_ranks(2)
+def test_evaluation_without_gradients(comm, make, guard):
     torch.manual_seed(0)
     model = make().double()
     expected = model(GRAPH.node["x"], GRAPH.edge_index).detach()
-
-    def work(comm):
-        owners = assignments(GRAPH.num_nodes, 2, GRAPH.edge_index)["random"]
-        graph = shard_in_memory(GRAPH, owners, comm)
-        mine = sp.pyg.wrap(copy.deepcopy(model), comm)
-        mine(graph.x, graph).sum().backward()
-        with guard():
-            out = mine(graph.x, graph)
-        torch.testing.assert_close(out.clone(), expected[graph.node_ids], rtol=0, atol=1e-12)
-
-    run(work, 2)
+    graph = share(GRAPH, comm)
+    mine = sp.pyg.wrap(copy.deepcopy(model), comm)
+    mine(graph.x, graph).sum().backward()
+    with guard():
+        out = mine(graph.x, graph)
+    torch.testing.assert_close(out.clone(), expected[graph.node_ids], rtol=0, atol=1e-12)
 
 
 WRITES = {
@@ -201,39 +197,32 @@ WRITES = {
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_writes_that_leave_no_version_are_seen_by_the_kept_sums(name):
+@on_ranks(3)
+def test_writes_that_leave_no_version_are_seen_by_the_kept_sums(comm, name):
     model = SAGEConv(5, 6).double()
-
-    def work(comm):
-        owners = assignments(GRAPH.num_nodes, 3, GRAPH.edge_index)["random"]
-        graph = shard_in_memory(GRAPH, owners, comm)
-        plain = shard_in_memory(GRAPH, owners, comm, sp.Options(cache_constant_inputs=False))
-        mine, x = sp.pyg.wrap(copy.deepcopy(model), comm, check=False), graph.fields_of("node")["x"].clone()
-        for _ in range(3):
-            mine(x, graph)
-        if comm.rank == 1:
-            WRITES[name](x)
-        assert torch.equal(mine(x, graph), mine(x, plain))
-
-    run(work, 3)
+    graph = share(GRAPH, comm)
+    plain = share(GRAPH, comm, cache_constant_inputs=False)
+    mine, x = sp.pyg.wrap(copy.deepcopy(model), comm, check=False), graph.fields_of("node")["x"].clone()
+    for _ in range(3):
+        mine(x, graph)
+    if comm.rank == 1:
+        WRITES[name](x)
+    assert torch.equal(mine(x, graph), mine(x, plain))
 
 
-def test_kept_sums_and_inference_mode():
-    def work(comm):
-        owners = assignments(GRAPH.num_nodes, 2, GRAPH.edge_index)["random"]
-        graph = shard_in_memory(GRAPH, owners, comm)
-        mine, x = sp.pyg.wrap(SAGEConv(5, 3).double(), comm, check=False), graph.x.clone()
-        outs = []
-        for turn in range(12):
-            with torch.inference_mode() if turn % 4 > 1 else torch.enable_grad():
-                out = mine(x, graph)
-                outs.append(out.clone())
-            if out.requires_grad:
-                out.sum().backward()
-        with torch.no_grad():
-            assert all(torch.equal(out.detach(), outs[0].detach()) for out in outs)
-
-    run(work, 2)
+@on_ranks(2)
+def test_kept_sums_and_inference_mode(comm):
+    graph = share(GRAPH, comm)
+    mine, x = sp.pyg.wrap(SAGEConv(5, 3).double(), comm, check=False), graph.x.clone()
+    outs = []
+    for turn in range(12):
+        with torch.inference_mode() if turn % 4 > 1 else torch.enable_grad():
+            out = mine(x, graph)
+            outs.append(out.clone())
+        if out.requires_grad:
+            out.sum().backward()
+    with torch.no_grad():
+        assert all(torch.equal(out.detach(), outs[0].detach()) for out in outs)
 
 
 class PassesTwo(MessagePassing):
@@ -252,21 +241,17 @@ class PassesTwo(MessagePassing):
 
 @pytest.mark.parametrize("mode", ["sar", "halo"])
 @pytest.mark.parametrize("reads", [False, True])
-def test_a_source_that_no_message_reads_has_no_gradient(reads, mode):
+@on_ranks(2)
+def test_a_source_that_no_message_reads_has_no_gradient(comm, reads, mode):
     """None, which optimizers with weight decay leave alone, and not zeros."""
     whole = PassesTwo(reads).double()
     model = copy.deepcopy(whole)
     whole(GRAPH.node["x"], GRAPH.edge_index).sum().backward()
-
-    def work(comm):
-        owners = assignments(GRAPH.num_nodes, 2, GRAPH.edge_index)["random"]
-        graph = shard_in_memory(GRAPH, owners, comm, sp.Options(mode=mode))
-        mine = sp.pyg.wrap(copy.deepcopy(model), comm, check=False)
-        mine(graph.x, graph).sum().backward()
-        sp.sync_gradients(mine, comm)
-        for expected, found in zip(whole.parameters(), mine.parameters()):
-            assert (expected.grad is None) == (found.grad is None)
-            if expected.grad is not None:
-                torch.testing.assert_close(found.grad, expected.grad, rtol=1e-10, atol=1e-10)
-
-    run(work, 2)
+    graph = share(GRAPH, comm, mode=mode)
+    mine = sp.pyg.wrap(copy.deepcopy(model), comm, check=False)
+    mine(graph.x, graph).sum().backward()
+    sp.sync_gradients(mine, comm)
+    for expected, found in zip(whole.parameters(), mine.parameters()):
+        assert (expected.grad is None) == (found.grad is None)
+        if expected.grad is not None:
+            torch.testing.assert_close(found.grad, expected.grad, rtol=1e-10, atol=1e-10)

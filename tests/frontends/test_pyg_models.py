@@ -1,7 +1,5 @@
 """Every class of `torch_geometric.nn.models` is exact on a sharded graph in what it does with a graph, or refused."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import inspect
@@ -20,11 +18,11 @@ import shardpass as sp
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg import methods, models, modules
 from shardpass.frontends.pyg.refusals import refuse_unsupported
-from shardpass.testing.graphs import assignments, shard_in_memory
-from shardpass.testing.run import run
+from shardpass.testing import assignments, run, shard_in_memory
 
 from .how_much import SOME_OR_ALL, assert_case_exact
 from .model_cases import MORE_MODELS, Variational
+from .on_ranks import on_ranks
 from .pyg_cases import GRAPH, MODELS
 
 PACKAGE = "torch_geometric.nn.models."
@@ -208,15 +206,12 @@ REFUSED_CALLS = {
 
 
 @pytest.mark.parametrize("name", REFUSED_CALLS)
-def test_calls_that_would_be_wrong_are_refused_by_name(name):
+@on_ranks(2)
+def test_calls_that_would_be_wrong_are_refused_by_name(comm, name):
     make, call = REFUSED_CALLS[name]
-
-    def work(comm):
-        graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm)
-        with pytest.raises(RefusedError, match=rf"\.{name.split('.')[1] if name != 'GAE.decode' else 'forward'}\(\)"):
-            call(sp.pyg.wrap(make().double(), comm), graph)
-
-    run(work, 2)
+    graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm)
+    with pytest.raises(RefusedError, match=rf"\.{name.split('.')[1] if name != 'GAE.decode' else 'forward'}\(\)"):
+        call(sp.pyg.wrap(make().double(), comm), graph)
 
 
 RIGHT_AS_THEY_ARE = set(
@@ -275,17 +270,14 @@ CALLED_FIRST = ["GAE", "Sequential", "AttentiveFP", "LightGCN", "CorrectAndSmoot
 
 
 @pytest.mark.parametrize("name", CALLED_FIRST)
-def test_any_method_may_be_called_first_and_copies_have_their_own(name):
+@on_ranks(2)
+def test_any_method_may_be_called_first_and_copies_have_their_own(comm, name):
     make, call = MORE_MODELS[name]
-
-    def work(comm):
-        graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm)
-        model = sp.pyg.wrap(make().double(), comm)
-        out = call(model, {**dict(graph.node), **dict(graph.edge)}, graph)
-        twin = copy.deepcopy(model)
-        torch.testing.assert_close(call(twin, {**dict(graph.node), **dict(graph.edge)}, graph), out)
-
-    run(work, 2)
+    graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm)
+    model = sp.pyg.wrap(make().double(), comm)
+    out = call(model, {**dict(graph.node), **dict(graph.edge)}, graph)
+    twin = copy.deepcopy(model)
+    torch.testing.assert_close(call(twin, {**dict(graph.node), **dict(graph.edge)}, graph), out)
 
 
 class Centred(nn.Module):
@@ -298,10 +290,8 @@ class Centred(nn.Module):
         return h - h.mean(0)
 
 
-def test_an_offender_is_found_when_another_method_is_called_first():
-    def work(comm):
-        graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm)
-        with pytest.raises(RefusedError, match="`mean` puts rows together"):
-            sp.pyg.wrap(gnn.GAE(Centred()).double(), comm).encode(graph.x, graph)
-
-    run(work, 2)
+@on_ranks(2)
+def test_an_offender_is_found_when_another_method_is_called_first(comm):
+    graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm)
+    with pytest.raises(RefusedError, match="`mean` puts rows together"):
+        sp.pyg.wrap(gnn.GAE(Centred()).double(), comm).encode(graph.x, graph)

@@ -1,7 +1,5 @@
 """Every module class of torch_geometric.nn outside nn.conv and nn.models has a group, and is what its group says."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import pkgutil

@@ -1,7 +1,5 @@
 """PyG's norms with the statistics of all ranks' nodes equal the unmodified norm on the whole graph."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from functools import partial
@@ -20,6 +18,7 @@ from shardpass.frontends.pyg.norms import DISTRIBUTED
 from shardpass.testing import assert_exact, assignments, run, shard_in_memory
 
 from .how_much import ONE_TO_FOUR, ONE_TWO_FOUR
+from .on_ranks import on_ranks, share
 from .pyg_cases import GRAPH
 
 N = GRAPH.num_nodes
@@ -137,14 +136,12 @@ def test_a_pickled_norm_says_what_it_lacks():
         norm(torch.randn(3, 5))
 
 
-def test_evaluation_with_running_statistics_does_not_communicate():
-    def work(comm):
-        model = sp.pyg.wrap(gnn.InstanceNorm(5, track_running_stats=True).eval(), comm)
-        calls = comm.calls
-        model(torch.randn(3, 5), BatchIndex.of(3, comm))
-        assert comm.calls == calls
-
-    run(work, 2)
+@on_ranks(2)
+def test_evaluation_with_running_statistics_does_not_communicate(comm):
+    model = sp.pyg.wrap(gnn.InstanceNorm(5, track_running_stats=True).eval(), comm)
+    calls = comm.calls
+    model(torch.randn(3, 5), BatchIndex.of(3, comm))
+    assert comm.calls == calls
 
 
 class Normed(torch.nn.Module):
@@ -173,32 +170,25 @@ def trained_then_evaluated(model, x, graph, is_mixed=False, sync=lambda: None):
     return model.eval()(x, graph).detach()
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize(("over", "is_mixed"), [("messages", False), ("nodes", True)])
-def test_evaluation_before_and_after_training(over, is_mixed, ranks):
+@on_ranks(1, 3)
+def test_evaluation_before_and_after_training(comm, over, is_mixed):
     torch.manual_seed(0)
     plain = Normed(over).double()
     expected = trained_then_evaluated(copy.deepcopy(plain), GRAPH.node["x"], GRAPH.edge_index, is_mixed)
-    owners = assignments(N, ranks, GRAPH.edge_index)["random"]
-
-    def work(comm):
-        graph = shard_in_memory(GRAPH, owners, comm)
-        model = sp.pyg.wrap(copy.deepcopy(plain), comm)
-        sync = partial(sp.sync_gradients, model, comm)
-        return graph.node_ids, trained_then_evaluated(model, graph.x, graph, is_mixed, sync)
-
-    for ids, found in run(work, ranks):
-        torch.testing.assert_close(found, expected[ids], rtol=1e-9, atol=1e-9)
+    graph = share(GRAPH, comm)
+    model = sp.pyg.wrap(copy.deepcopy(plain), comm)
+    sync = partial(sp.sync_gradients, model, comm)
+    ids, found = graph.node_ids, trained_then_evaluated(model, graph.x, graph, is_mixed, sync)
+    torch.testing.assert_close(found, expected[ids], rtol=1e-9, atol=1e-9)
 
 
-def test_backward_through_messages_whose_norm_has_changed_is_refused():
-    def work(comm):
-        graph = shard_in_memory(GRAPH, torch.zeros(N, dtype=torch.long), comm)
-        model = sp.pyg.wrap(Normed("messages").double(), comm)
-        with pytest.raises(RefusedError, match=r"sum\(out.*: a BatchNorm of EdgeConv was in evaluation"):
-            trained_then_evaluated(model, graph.x, graph, is_mixed=True)
-
-    run(work, 1)
+@on_ranks(1)
+def test_backward_through_messages_whose_norm_has_changed_is_refused(comm):
+    graph = shard_in_memory(GRAPH, torch.zeros(N, dtype=torch.long), comm)
+    model = sp.pyg.wrap(Normed("messages").double(), comm)
+    with pytest.raises(RefusedError, match=r"sum\(out.*: a BatchNorm of EdgeConv was in evaluation"):
+        trained_then_evaluated(model, graph.x, graph, is_mixed=True)
 
 
 def test_float32_statistics_are_stable():
@@ -220,21 +210,18 @@ def test_float32_statistics_are_stable():
 
 
 @pytest.mark.parametrize("name", ["BatchNorm", "GraphNorm", "InstanceNorm", "MeanSubtractionNorm"])
-def test_a_constant_column_becomes_exactly_zero(name):
+@on_ranks(3)
+def test_a_constant_column_becomes_exactly_zero(comm, name):
     """So a ReLU behind the norm stays shut, as it does where plain PyG computes the mean without rounding."""
     norm = {**PLAIN, **WITH_BATCH}[name]
-
-    def work(comm):
-        graph = shard_in_memory(GRAPH, assignments(N, 3, GRAPH.edge_index)["random"], comm)
-        x = graph.x.clone()
-        x[:, :3] = torch.tensor([0.1, 1 / 3, 7e5], dtype=torch.float64)
-        x.requires_grad_()
-        out = sp.pyg.wrap(norm().double(), comm)(x)
-        assert not out[:, :3].any() and out[:, 3:].all()
-        out.relu().sum().backward()
-        assert not x.grad[:, :3].any()
-
-    run(work, 3)
+    graph = shard_in_memory(GRAPH, assignments(N, 3, GRAPH.edge_index)["random"], comm)
+    x = graph.x.clone()
+    x[:, :3] = torch.tensor([0.1, 1 / 3, 7e5], dtype=torch.float64)
+    x.requires_grad_()
+    out = sp.pyg.wrap(norm().double(), comm)(x)
+    assert not out[:, :3].any() and out[:, 3:].all()
+    out.relu().sum().backward()
+    assert not x.grad[:, :3].any()
 
 
 def test_a_mixture_of_dtypes_gives_what_pyg_gives():
@@ -252,15 +239,14 @@ def test_a_mixture_of_dtypes_gives_what_pyg_gives():
         ((torch.zeros(4, dtype=torch.long), 3), "is not graph.batch"),
     ],
 )
-def test_several_graphs_are_refused(arguments, words):
-    def work(comm):
-        with pytest.raises(RefusedError, match=f"^GraphNorm: .*{words}"):
-            sp.pyg.wrap(gnn.GraphNorm(5), comm)(torch.randn(4, 5), *arguments)
-
-    run(work, 2)
+@on_ranks(2)
+def test_several_graphs_are_refused(comm, arguments, words):
+    with pytest.raises(RefusedError, match=f"^GraphNorm: .*{words}"):
+        sp.pyg.wrap(gnn.GraphNorm(5), comm)(torch.randn(4, 5), *arguments)
 
 
-def test_the_layer_norm_of_pyg_inside_a_message_is_told_what_it_does_by_default():
+@on_ranks(2)
+def test_the_layer_norm_of_pyg_inside_a_message_is_told_what_it_does_by_default(comm):
     """``MLP(norm="layer_norm")`` in a mesh model: PyG's default takes the whole graph, which hardly anybody means."""
 
     class Layer(gnn.MessagePassing):
@@ -274,30 +260,23 @@ def test_the_layer_norm_of_pyg_inside_a_message_is_told_what_it_does_by_default(
         def message(self, x_i, x_j):
             return self.mlp(torch.cat([x_i, x_j], dim=1))
 
-    def work(comm):
-        graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm)
-        with pytest.raises(NeedsHaloError, match=r"LayerNorm over the graph \(PyG's default; mode='node' takes .*halo"):
-            sp.pyg.wrap(Layer().double(), comm)(graph.x, graph)
-
-    run(work, 2)
+    graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm)
+    with pytest.raises(NeedsHaloError, match=r"LayerNorm over the graph \(PyG's default; mode='node' takes .*halo"):
+        sp.pyg.wrap(Layer().double(), comm)(graph.x, graph)
 
 
-def test_zeros_are_the_batch_of_one_graph():
-    def work(comm):
-        norm = sp.pyg.wrap(gnn.LayerNorm(5), comm)
-        x = torch.randn(4, 5)
-        return norm(x, torch.zeros(4, dtype=torch.long)), norm(x, BatchIndex.of(4, comm))
-
-    for ordinary, stand_in in run(work, 2):
-        assert torch.equal(ordinary, stand_in)
+@on_ranks(2)
+def test_zeros_are_the_batch_of_one_graph(comm):
+    norm = sp.pyg.wrap(gnn.LayerNorm(5), comm)
+    x = torch.randn(4, 5)
+    ordinary, stand_in = norm(x, torch.zeros(4, dtype=torch.long)), norm(x, BatchIndex.of(4, comm))
+    assert torch.equal(ordinary, stand_in)
 
 
-def test_three_dimensions_are_refused():
-    def work(comm):
-        with pytest.raises(RefusedError, match="flatten first"):
-            sp.pyg.wrap(gnn.PairNorm(), comm)(torch.randn(4, 2, 5))
-
-    run(work, 2)
+@on_ranks(2)
+def test_three_dimensions_are_refused(comm):
+    with pytest.raises(RefusedError, match="flatten first"):
+        sp.pyg.wrap(gnn.PairNorm(), comm)(torch.randn(4, 2, 5))
 
 
 class OwnGraphNorm(gnn.GraphNorm):
@@ -344,16 +323,11 @@ class InMessage(gnn.MessagePassing):
         return self.norm(x_j)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_norm_inside_a_message_is_never_one_of_a_piece(ranks):
-    owners = assignments(N, ranks, GRAPH.edge_index)["random"]
-
-    def work(comm):
-        graph = shard_in_memory(GRAPH, owners, comm)
-        with pytest.raises(RefusedError, match="mode='halo'"):
-            sp.pyg.wrap(InMessage().double(), comm)(graph.x, graph)
-
-    run(work, ranks)
+@on_ranks(1, 2)
+def test_a_norm_inside_a_message_is_never_one_of_a_piece(comm):
+    graph = share(GRAPH, comm)
+    with pytest.raises(RefusedError, match="mode='halo'"):
+        sp.pyg.wrap(InMessage().double(), comm)(graph.x, graph)
 
 
 @pytest.mark.parametrize("ranks", ONE_TO_FOUR)

@@ -1,7 +1,5 @@
 """Readouts over ``graph.batch`` equal those of the whole graph: values, gradients of inputs and of parameters."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 
@@ -20,6 +18,7 @@ from shardpass.frontends.pyg import modules
 from shardpass.testing import Outcome, assert_same, assignments, cotangent, run, shard_in_memory
 
 from .how_much import ONE_TO_FOUR, some_by_default
+from .on_ranks import on_ranks, share
 from .pyg_cases import GRAPH
 
 BOUND = 1e-10
@@ -197,13 +196,11 @@ WHOLE_SETS = {
 
 
 @pytest.mark.parametrize("name", WHOLE_SETS)
-def test_aggregations_that_need_all_nodes_in_one_place_are_refused_when_called(name):
-    def work(comm):
-        module = sp.pyg.wrap(WHOLE_SETS[name](), comm)
-        with pytest.raises(RefusedError, match=r"on the batch of a sharded graph|double backward"):
-            module(torch.randn(4, 5), BatchIndex.of(4, comm))
-
-    run(work, 2)
+@on_ranks(2)
+def test_aggregations_that_need_all_nodes_in_one_place_are_refused_when_called(comm, name):
+    module = sp.pyg.wrap(WHOLE_SETS[name](), comm)
+    with pytest.raises(RefusedError, match=r"on the batch of a sharded graph|double backward"):
+        module(torch.randn(4, 5), BatchIndex.of(4, comm))
 
 
 @pytest.mark.parametrize(
@@ -224,35 +221,29 @@ def test_aggregations_that_need_all_nodes_in_one_place_are_refused_when_called(n
         (lambda x, b: x.new_zeros(4, 1).scatter_add_(1, b.view(-1, 1).expand(4, 5), x), "along dimension 1"),
     ],
 )
-def test_what_is_not_a_reduction_is_refused_by_name(use, words):
-    def work(comm):
-        with pytest.raises(RefusedError, match=words):
-            use(torch.randn(4, 5), BatchIndex.of(4, comm))
-
-    run(work, 2)
+@on_ranks(2)
+def test_what_is_not_a_reduction_is_refused_by_name(comm, use, words):
+    with pytest.raises(RefusedError, match=words):
+        use(torch.randn(4, 5), BatchIndex.of(4, comm))
 
 
-def test_the_batch_looks_like_a_tensor():
-    def work(comm):
-        batch = BatchIndex.of(3 * comm.rank, comm)
-        assert batch.shape == (3 * comm.rank,) and batch.dtype == torch.long and len(batch) == 3 * comm.rank
-        assert int(batch.max()) == 0 and batch.numel() > 0, "also on a rank without nodes"
-        assert "0" in repr(BatchIndex.of(2, comm)) and bool((batch == 0).all()) and copy.deepcopy(batch) is batch
-        assert isinstance(batch.clone().long().to("cpu").view(-1, 1), BatchIndex)
-        assert torch.bincount(batch, minlength=3).tolist() == [3, 0, 0]
-        assert copy.copy(batch) is batch
-        with pytest.raises(TypeError, match="belongs to its process"):
-            pickle.dumps(batch)
-
-    run(work, 2)
+@on_ranks(2)
+def test_the_batch_looks_like_a_tensor(comm):
+    batch = BatchIndex.of(3 * comm.rank, comm)
+    assert batch.shape == (3 * comm.rank,) and batch.dtype == torch.long and len(batch) == 3 * comm.rank
+    assert int(batch.max()) == 0 and batch.numel() > 0, "also on a rank without nodes"
+    assert "0" in repr(BatchIndex.of(2, comm)) and bool((batch == 0).all()) and copy.deepcopy(batch) is batch
+    assert isinstance(batch.clone().long().to("cpu").view(-1, 1), BatchIndex)
+    assert torch.bincount(batch, minlength=3).tolist() == [3, 0, 0]
+    assert copy.copy(batch) is batch
+    with pytest.raises(TypeError, match="belongs to its process"):
+        pickle.dumps(batch)
 
 
-def test_counts_do_not_communicate_in_backward():
-    def work(comm):
-        total = degree(BatchIndex.of(3, comm), dtype=torch.float32)
-        return total.requires_grad, total.tolist()
-
-    assert run(work, 2) == [(False, [6.0])] * 2
+@on_ranks(2)
+def test_counts_do_not_communicate_in_backward(comm):
+    total = degree(BatchIndex.of(3, comm), dtype=torch.float32)
+    assert (total.requires_grad, total.tolist()) == (False, [6.0])
 
 
 def test_a_rank_that_does_not_use_the_pooled_value_takes_part_in_backward():
@@ -267,26 +258,20 @@ def test_a_rank_that_does_not_use_the_pooled_value_takes_part_in_backward():
     assert torch.equal(first, torch.full((2, 5), 2.25)) and torch.equal(second, torch.full((2, 5), 0.25))
 
 
-def test_pooling_outside_the_wrapped_model_is_exact_too():
+@on_ranks(3)
+def test_pooling_outside_the_wrapped_model_is_exact_too(comm):
     x = GRAPH.node["x"].clone().requires_grad_()
     (gnn.global_max_pool(x, torch.zeros(N, dtype=torch.long)) ** 2).sum().backward()
-    owners = assignments(N, 3, GRAPH.edge_index)["empty part"]
-
-    def work(comm):
-        graph = shard_in_memory(GRAPH, owners, comm)
-        own = graph.x.clone().requires_grad_()
-        sp.replicated((gnn.global_max_pool(own, graph.batch) ** 2).sum(), comm).backward()
-        torch.testing.assert_close(own.grad, x.grad[graph.node_ids], rtol=0, atol=BOUND)
-
-    run(work, 3)
+    graph = share(GRAPH, comm, "empty part")
+    own = graph.x.clone().requires_grad_()
+    sp.replicated((gnn.global_max_pool(own, graph.batch) ** 2).sum(), comm).backward()
+    torch.testing.assert_close(own.grad, x.grad[graph.node_ids], rtol=0, atol=BOUND)
 
 
-def test_half_precision_accumulates_in_float32():
-    def work(comm):
-        x = torch.full((4000, 1), 1.0, dtype=torch.bfloat16)
-        return float(gnn.global_add_pool(x, BatchIndex.of(4000, comm)))
-
-    assert run(work, 2) == [8000.0] * 2
+@on_ranks(2)
+def test_half_precision_accumulates_in_float32(comm):
+    x = torch.full((4000, 1), 1.0, dtype=torch.bfloat16)
+    assert float(gnn.global_add_pool(x, BatchIndex.of(4000, comm))) == 8000.0
 
 
 @pytest.mark.parametrize(
@@ -298,9 +283,8 @@ def test_half_precision_accumulates_in_float32():
     ],
     ids=["pool", "aggregation", "torch"],
 )
-def test_a_readout_of_own_rows_is_refused(readout):
-    owners = assignments(N, 2, GRAPH.edge_index)["random"]
-
+@on_ranks(2)
+def test_a_readout_of_own_rows_is_refused(comm, readout):
     class WithReadout(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -310,9 +294,6 @@ def test_a_readout_of_own_rows_is_refused(readout):
             h = self.conv(x, edge_index)
             return h + self.readout(h, batch)
 
-    def work(comm):
-        graph = shard_in_memory(GRAPH, owners, comm)
-        with pytest.raises(RefusedError, match=r"test_pyg_pooling\.py:\d+: .* puts rows together"):
-            sp.pyg.wrap(WithReadout().double(), comm)(graph.x, graph, graph.batch)
-
-    run(work, 2)
+    graph = share(GRAPH, comm)
+    with pytest.raises(RefusedError, match=r"test_pyg_pooling\.py:\d+: .* puts rows together"):
+        sp.pyg.wrap(WithReadout().double(), comm)(graph.x, graph, graph.batch)

@@ -1,7 +1,5 @@
 """What we use of PyG beyond its documented interface is there; where it is not, the test says which name vanished."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What people write around PyG's layers: more dimensions, own methods, softmax over sources, several graphs in one."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -16,10 +14,11 @@ from torch_geometric.utils import softmax
 
 import shardpass as sp
 from shardpass.errors import RefusedError
-from shardpass.testing import WholeGraph, assert_exact, assignments, hetero_assignments, run, shard_in_memory
+from shardpass.testing import WholeGraph, assert_exact, hetero_assignments, shard_in_memory
 
 from .hetero_cases import GRAPH as TYPED
 from .how_much import one_each
+from .on_ranks import on_ranks, share
 from .pyg_cases import GRAPH
 
 MANY = WholeGraph(GRAPH.num_nodes, GRAPH.edge_index, dict(GRAPH.node), dict(GRAPH.edge))
@@ -187,31 +186,26 @@ class OfData(nn.Module):
         return sp.cross_entropy(logits, y, None, self.comm)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_model_of_data_with_its_loss(ranks):
+@on_ranks(1, 3)
+def test_a_model_of_data_with_its_loss(comm):
     torch.manual_seed(0)
     plain = OfData().double()
     fields = {**MANY.node, **MANY.edge}
     expected = plain(Data(edge_index=MANY.edge_index, **fields))
     expected.backward()
     graph = WholeGraph(41, MANY.edge_index, {**MANY.node, "y": torch.arange(41) % 3}, MANY.edge)
-    owners = assignments(41, ranks, GRAPH.edge_index)["random"]
-
-    def work(comm):
-        mine = shard_in_memory(graph, owners, comm)
-        model = OfData(comm).double()
-        model.load_state_dict(plain.state_dict())
-        model = sp.pyg.wrap(model, comm)
-        loss = model(mine)
-        loss.backward()
-        sp.sync_gradients(model, comm)
-        assert mine.x.size(1) == 5 and mine["norm"].size(1) == 1
-        return loss.detach(), [p.grad for p in model.parameters()]
-
-    for loss, grads in run(work, ranks):
-        torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-10)
-        for grad, parameter in zip(grads, plain.parameters()):
-            torch.testing.assert_close(grad, parameter.grad, rtol=0, atol=1e-10)
+    mine = share(graph, comm)
+    model = OfData(comm).double()
+    model.load_state_dict(plain.state_dict())
+    model = sp.pyg.wrap(model, comm)
+    loss = model(mine)
+    loss.backward()
+    sp.sync_gradients(model, comm)
+    assert mine.x.size(1) == 5 and mine["norm"].size(1) == 1
+    loss, grads = loss.detach(), [p.grad for p in model.parameters()]
+    torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-10)
+    for grad, parameter in zip(grads, plain.parameters()):
+        torch.testing.assert_close(grad, parameter.grad, rtol=0, atol=1e-10)
 
 
 class OfCopies(nn.Module):
@@ -246,70 +240,61 @@ def test_a_model_that_copies_data(ranks):
     assert_exact(OfCopies().double(), MANY, of_copies, sp.pyg.wrap, ranks=ranks, modes=("sar",))
 
 
-def test_fields_with_names_of_methods_are_no_methods_of_an_edge_index():
+@on_ranks(1)
+def test_fields_with_names_of_methods_are_no_methods_of_an_edge_index(comm):
     class Turned(GCN):
         def forward(self, x, edge_index):
             assert edge_index.size(1) == edge_index.shape[1]
             return super().forward(x, edge_index), x[edge_index.t()]
 
-    def work(comm):
-        fields = {**GRAPH.node, "t": GRAPH.node["x"][:, 0], "size": GRAPH.node["x"][:, 0]}
-        graph = WholeGraph(GRAPH.num_nodes, GRAPH.edge_index, fields, GRAPH.edge)
-        graph = shard_in_memory(graph, torch.zeros(GRAPH.num_nodes, dtype=torch.long), comm)
-        with pytest.raises(RefusedError, match=r"x\[edge_index\.t\(\)\].*`t` on the edge_index"):
-            sp.pyg.wrap(Turned(5, 6).double(), comm)(graph.x, graph)
-
-    run(work, 1)
+    fields = {**GRAPH.node, "t": GRAPH.node["x"][:, 0], "size": GRAPH.node["x"][:, 0]}
+    graph = WholeGraph(GRAPH.num_nodes, GRAPH.edge_index, fields, GRAPH.edge)
+    graph = shard_in_memory(graph, torch.zeros(GRAPH.num_nodes, dtype=torch.long), comm)
+    with pytest.raises(RefusedError, match=r"x\[edge_index\.t\(\)\].*`t` on the edge_index"):
+        sp.pyg.wrap(Turned(5, 6).double(), comm)(graph.x, graph)
 
 
-def test_own_methods_are_followed_and_copied():
+@on_ranks(2)
+def test_own_methods_are_followed_and_copied(comm):
     class Centred(Coder):
         def encode(self, x, edge_index):
             h = self.conv(x, edge_index)
             return h - h.mean(0)
 
-    def work(comm):
-        graph = shard_in_memory(GRAPH, torch.arange(41) % comm.size, comm)
-        model = sp.pyg.wrap(Coder().double(), comm)
-        twin = copy.deepcopy(model)
-        torch.testing.assert_close(twin.encode(graph.x, graph), model.encode(graph.x, graph))
-        with pytest.raises(RefusedError, match=r"return h - h\.mean\(0\): `mean` puts rows together"):
-            sp.pyg.wrap(Centred().double(), comm).encode(graph.x, graph)
-
-    run(work, 2)
+    graph = shard_in_memory(GRAPH, torch.arange(41) % comm.size, comm)
+    model = sp.pyg.wrap(Coder().double(), comm)
+    twin = copy.deepcopy(model)
+    torch.testing.assert_close(twin.encode(graph.x, graph), model.encode(graph.x, graph))
+    with pytest.raises(RefusedError, match=r"return h - h\.mean\(0\): `mean` puts rows together"):
+        sp.pyg.wrap(Centred().double(), comm).encode(graph.x, graph)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize(("norm", "call"), [(nn.BatchNorm1d, over_batches), (nn.BatchNorm2d, over_times)])
-def test_a_norm_with_a_weight_per_node_is_refused(norm, call, ranks):
+@on_ranks(1, 3)
+def test_a_norm_with_a_weight_per_node_is_refused(comm, norm, call):
     class PerNode(Batched):
         def forward(self, x, edge_index, edge_weight):
             h = self.first(x, edge_index, edge_weight)
             h = h if h.dim() == 3 else h.transpose(1, 2)
             return self.norm(h)  # nodes are in dimension 1
 
-    def work(comm):
-        graph = shard_in_memory(GRAPH, torch.arange(41) % comm.size, comm)
-        model = sp.pyg.wrap(PerNode(GCN(5, 6), None, norm(41)).double(), comm)
-        with pytest.raises(RefusedError, match=r"return self\.norm\(h\).*: BatchNorm takes dimension 1"):
-            call(model, {**dict(graph.node), **dict(graph.edge)}, graph)
-
-    run(work, ranks)
+    graph = shard_in_memory(GRAPH, torch.arange(41) % comm.size, comm)
+    model = sp.pyg.wrap(PerNode(GCN(5, 6), None, norm(41)).double(), comm)
+    with pytest.raises(RefusedError, match=r"return self\.norm\(h\).*: BatchNorm takes dimension 1"):
+        call(model, {**dict(graph.node), **dict(graph.edge)}, graph)
 
 
-def test_a_maximum_over_sources_has_no_gradient():
+@on_ranks(2)
+def test_a_maximum_over_sources_has_no_gradient(comm):
     class Maximum(OverSources):
         def forward(self, x, edge_index, edge_weight):
             values = self.lin(x)[edge_index[1]]
             index = edge_index[0].unsqueeze(-1).expand_as(values)
             return torch.zeros_like(x[:, :1]).scatter_reduce_(0, index, values, "amax", include_self=False)
 
-    def work(comm):
-        graph = shard_in_memory(GRAPH, torch.arange(41) % comm.size, comm)
-        with pytest.raises(RefusedError, match="only their sums are differentiable"):
-            sp.pyg.wrap(Maximum(1).double(), comm)(graph.x, graph, None)
-
-    run(work, 2)
+    graph = shard_in_memory(GRAPH, torch.arange(41) % comm.size, comm)
+    with pytest.raises(RefusedError, match="only their sums are differentiable"):
+        sp.pyg.wrap(Maximum(1).double(), comm)(graph.x, graph, None)
 
 
 class OfHeteroData(nn.Module):

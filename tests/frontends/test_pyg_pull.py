@@ -1,7 +1,5 @@
 """Backward by pulling equals backward by pushing and the whole graph, moves what the formula says, and is chosen so."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -19,6 +17,7 @@ from shardpass.errors import DivergenceError
 from shardpass.testing import WholeGraph, assert_exact, assignments, shard_in_memory
 
 from .how_much import one_each
+from .on_ranks import on_ranks
 from .pyg_cases import GRAPH
 
 LAYERS = {
@@ -244,40 +243,36 @@ def test_ranks_that_mix_scores_differently_push(pulled):
     assert pulled == [None, None]
 
 
-def test_a_rank_that_lost_the_out_edges_makes_all_count_again():
-    def work(inner):
-        comm = Ranks(RecordingCommunicator(inner))
-        graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm, sp.Options(backward="pull"))
-        model, found = sp.pyg.wrap(gnn.SAGEConv(5, 4).double(), comm), []
-        for turn in range(3):
-            if turn == 1 and comm.rank == 1:
-                comm.caches.of(KnownOutEdges, graph.relation.shards).out_edges = None
-            x = graph.x.clone().requires_grad_()
-            model(x, graph).sum().backward()
-            found.append(x.grad)
-        return found, sum("rows to pull" in message.label for message in comm.inner.messages)
-
-    for found, counted in sp.spawn(work, 2):
-        assert counted == 2 and torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+@on_ranks(2)
+def test_a_rank_that_lost_the_out_edges_makes_all_count_again(inner):
+    comm = Ranks(RecordingCommunicator(inner))
+    graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm, sp.Options(backward="pull"))
+    model, found = sp.pyg.wrap(gnn.SAGEConv(5, 4).double(), comm), []
+    for turn in range(3):
+        if turn == 1 and comm.rank == 1:
+            comm.caches.of(KnownOutEdges, graph.relation.shards).out_edges = None
+        x = graph.x.clone().requires_grad_()
+        model(x, graph).sum().backward()
+        found.append(x.grad)
+    counted = sum("rows to pull" in message.label for message in comm.inner.messages)
+    assert counted == 2 and torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-def test_the_structure_is_there_once():
-    def work(comm):
-        kept = []
-        for backward in ("push", "pull"):
-            graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 3, comm, sp.Options(backward=backward))
-            model = sp.pyg.wrap(gnn.SAGEConv(5, 4).double(), comm)
-            model(graph.x.requires_grad_(), graph).sum().backward()
-            shards = graph.relation.shards
-            out_edges = comm.caches.of(KnownOutEdges, shards).out_edges
-            halo = any(s in comm.caches.of(Transposes)._kept for s in shards.shards[1:])
-            kept.append((halo, out_edges is not None))
-            if out_edges is not None:
-                _, mine = out_edges.of(graph.relation.plan, shards, "")
-                assert all(s.src_rows.dtype == s.indptr.dtype == torch.int32 for s in mine.shards)
-        return kept
-
-    assert sp.spawn(work, 3) == [[(True, False), (False, True)]] * 3
+@on_ranks(3)
+def test_the_structure_is_there_once(comm):
+    kept = []
+    for backward in ("push", "pull"):
+        graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 3, comm, sp.Options(backward=backward))
+        model = sp.pyg.wrap(gnn.SAGEConv(5, 4).double(), comm)
+        model(graph.x.requires_grad_(), graph).sum().backward()
+        shards = graph.relation.shards
+        out_edges = comm.caches.of(KnownOutEdges, shards).out_edges
+        halo = any(s in comm.caches.of(Transposes)._kept for s in shards.shards[1:])
+        kept.append((halo, out_edges is not None))
+        if out_edges is not None:
+            _, mine = out_edges.of(graph.relation.plan, shards, "")
+            assert all(s.src_rows.dtype == s.indptr.dtype == torch.int32 for s in mine.shards)
+    assert kept == [(True, False), (False, True)]
 
 
 def test_other_ways_are_refused():

@@ -4,8 +4,6 @@ The CPU stands in for a GPU: `Places` notes where each tensor would be, by what 
 takes tensors of both places, as CUDA would.
 """
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import replace
 
@@ -24,10 +22,10 @@ from shardpass.core.kernels import cpu, fused, heads
 from shardpass.core.sharding import host_copies, shard, streamed_shards, transposes
 from shardpass.core.tracing import probing, rowwise
 from shardpass.errors import RefusedError
-from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
-from shardpass.testing.run import run
+from shardpass.testing import assignments, awkward_graph, run, shard_in_memory
 
 from .how_much import one_each
+from .on_ranks import share
 
 MOVES = ("aten::copy_", "aten::_to_copy", "aten::detach", "aten::alias")
 
@@ -195,8 +193,7 @@ def test_what_makes_no_sense_is_refused(wrong):
 
 def refused(comm, what):
     whole = awkward_graph()
-    owners = assignments(whole.num_nodes, comm.size, whole.edge_index)["random"]
-    graph = shard_in_memory(whole, owners, comm, sp.Options(stream_structure=True))
+    graph = share(whole, comm, stream_structure=True)
     if what == "layers":
         return graph.layers(torch.ones(graph.num_own_nodes, dtype=torch.bool), 2)
     if what == "dgl":

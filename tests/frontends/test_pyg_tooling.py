@@ -1,7 +1,5 @@
 """Ordinary tooling of torch and PyG on wrapped models: it works as on the whole graph, or is refused in words."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -35,6 +33,7 @@ from shardpass.testing import (
 )
 
 from .how_much import one_each
+from .on_ranks import on_ranks, share
 from .pyg_cases import GRAPH, GatedConv, _attr, _plain, mlp
 
 RANKS = 3
@@ -60,7 +59,7 @@ def made(make=Model):
     return make().double()
 
 
-def on_ranks(work, ranks=RANKS):
+def of_ranks(work, ranks=RANKS):
     """What ``work(comm, graph)`` gives on each rank."""
     owners = assignments(GRAPH.num_nodes, ranks, GRAPH.edge_index)["random"]
     return run(lambda comm: work(comm, shard_in_memory(GRAPH, owners, comm, OPTIONS)), ranks)
@@ -90,7 +89,7 @@ def test_copies_give_the_same_as_the_model():
         outputs += [late(graph.x, graph), early(graph.x, graph), copy.deepcopy(late)(graph.x, graph)]
         assert all(torch.equal(out, outputs[0]) for out in outputs[1:])
 
-    on_ranks(work)
+    of_ranks(work)
 
 
 def test_a_copy_of_a_sequential_runs():
@@ -106,12 +105,12 @@ def test_a_copy_of_a_sequential_runs():
         assert torch.equal(model(graph.x, graph), out)
         assert twin(graph.x, graph).shape == out.shape
 
-    on_ranks(work)
+    of_ranks(work)
 
 
 SCRIPT = """
 import torch, torch_geometric.nn as gnn, shardpass as sp
-from shardpass.testing.graphs import awkward_graph, shard_in_memory
+from shardpass.testing import awkward_graph, shard_in_memory
 comm, whole = sp.connect("local"), awkward_graph()
 graph = shard_in_memory(whole, torch.zeros(whole.num_nodes, dtype=torch.int64), comm)
 model = gnn.Sequential("x, e", [(gnn.GCNConv(5, 8), "x, e -> x")]).double()
@@ -127,26 +126,24 @@ def test_a_script_that_sequential_imports_again_does_not_wait_for_itself(tmp_pat
     assert done.stdout.splitlines()[-1] == "(41, 8)" and not done.stderr
 
 
-def test_state_travels_between_wrapped_and_unwrapped_models():
+@on_ranks(3)
+def test_state_travels_between_wrapped_and_unwrapped_models(comm):
     plain = made()
     torch.manual_seed(5)
     other = Model().double()
     expected = other(GRAPH.node["x"], GRAPH.edge_index)
-
-    def work(comm, graph):
-        model = sp.pyg.wrap(copy.deepcopy(plain), comm)
-        assert list(model.state_dict()) == list(plain.state_dict())
-        buffer = io.BytesIO()
-        torch.save(other.state_dict(), buffer)
-        buffer.seek(0)
-        model.load_state_dict(torch.load(buffer, weights_only=True))
-        back = Model().double()
-        back.load_state_dict(model.state_dict())
-        torch.testing.assert_close(back.last.nn[0].weight, other.last.nn[0].weight)
-        return model(graph.x, graph), graph.node_ids
-
-    for out, ids in on_ranks(work):
-        torch.testing.assert_close(out, expected[ids])
+    graph = share(GRAPH, comm, chunk_bytes=700)
+    model = sp.pyg.wrap(copy.deepcopy(plain), comm)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    buffer = io.BytesIO()
+    torch.save(other.state_dict(), buffer)
+    buffer.seek(0)
+    model.load_state_dict(torch.load(buffer, weights_only=True))
+    back = Model().double()
+    back.load_state_dict(model.state_dict())
+    torch.testing.assert_close(back.last.nn[0].weight, other.last.nn[0].weight)
+    out, ids = model(graph.x, graph), graph.node_ids
+    torch.testing.assert_close(out, expected[ids])
 
 
 def test_a_wrapped_model_is_not_pickled_and_says_what_to_do():
@@ -175,7 +172,7 @@ def test_autocast_is_close_to_float32_and_alike_on_one_and_on_three_ranks():
 
     def gathered(low, ranks):
         rows = torch.empty(GRAPH.num_nodes, 3)
-        results = on_ranks(step(low), ranks)
+        results = of_ranks(step(low), ranks)
         for out, ids, _ in results:
             rows[ids] = out
         return rows, torch.cat([grad.flatten() for grad in results[0][2]])
@@ -206,7 +203,7 @@ def test_gradients_accumulate_over_two_forwards():
     whole = copy.deepcopy(plain)
     for factor in (1.0, 2.0):
         whole(GRAPH.node["x"] * factor, GRAPH.edge_index).sum().backward()
-    for grad in on_ranks(work):
+    for grad in of_ranks(work):
         torch.testing.assert_close(grad, whole.lin_l.weight.grad)
 
 
@@ -263,7 +260,7 @@ def test_compiled_dense_parts_before_and_after_wrap():
 
 EDGES_COMPILED = """
 import torch, torch_geometric.nn as gnn, shardpass as sp
-from shardpass.testing.graphs import awkward_graph, shard_in_memory
+from shardpass.testing import awkward_graph, shard_in_memory
 comm, whole = sp.connect("local"), awkward_graph()
 graph = shard_in_memory(whole, torch.zeros(whole.num_nodes, dtype=torch.int64), comm)
 model = torch.compile(sp.pyg.wrap(gnn.GATConv(5, 8).double(), comm), backend="aot_eager")
@@ -322,7 +319,7 @@ def test_module_hooks_are_called_once_per_forward():
     x = GRAPH.node["x"].clone().requires_grad_()
     whole = plain(x, GRAPH.edge_index) * 2
     loss_of(whole).backward()
-    for out, grad, ids in on_ranks(work):
+    for out, grad, ids in of_ranks(work):
         torch.testing.assert_close(out, whole[ids].detach())
         torch.testing.assert_close(grad, x.grad[ids])
 
@@ -365,31 +362,29 @@ def test_message_passing_hooks_are_honoured(name, when):
     assert_same(whole, sharded)
 
 
-def test_a_hook_added_later_is_checked_anew():
-    def work(comm, graph):
-        conv = sp.pyg.wrap(made(lambda: gnn.EdgeConv(mlp(10, 3))), comm)
+@on_ranks(3)
+def test_a_hook_added_later_is_checked_anew(comm):
+    graph = share(GRAPH, comm, chunk_bytes=700)
+    conv = sp.pyg.wrap(made(lambda: gnn.EdgeConv(mlp(10, 3))), comm)
+    conv(graph.x, graph)
+    conv.register_message_forward_hook(lambda c, i, out: out / out.norm())
+    with pytest.raises(RefusedError, match="messages are computed in pieces"):
         conv(graph.x, graph)
-        conv.register_message_forward_hook(lambda c, i, out: out / out.norm())
-        with pytest.raises(RefusedError, match="messages are computed in pieces"):
-            conv(graph.x, graph)
-
-    on_ranks(work)
 
 
 # explanations
 
 
-def test_explanations_are_refused_and_leave_the_model_as_it_was():
-    def work(comm, graph):
-        model = sp.pyg.wrap(made(), comm)
-        before = model(graph.x, graph)
-        model.last.explain = True
-        with pytest.raises(RefusedError, match=r"EdgeConv \(last\): explanations are not supported"):
-            model(graph.x, graph)
-        model.last.explain = False  # PyG puts its own propagate back
-        assert torch.equal(model(graph.x, graph), before)
-
-    on_ranks(work)
+@on_ranks(3)
+def test_explanations_are_refused_and_leave_the_model_as_it_was(comm):
+    graph = share(GRAPH, comm, chunk_bytes=700)
+    model = sp.pyg.wrap(made(), comm)
+    before = model(graph.x, graph)
+    model.last.explain = True
+    with pytest.raises(RefusedError, match=r"EdgeConv \(last\): explanations are not supported"):
+        model(graph.x, graph)
+    model.last.explain = False  # PyG puts its own propagate back
+    assert torch.equal(model(graph.x, graph), before)
 
 
 @pytest.mark.parametrize("edge_mask_type", ["object", None])

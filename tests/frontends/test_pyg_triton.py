@@ -1,7 +1,5 @@
 """Whole models by way of Triton's kernels, interpreted: the path that tensors of a GPU take, proven without one."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """PyG's functions on edge_index in a model's own code: exact on the stand-in, or refused by name."""
 
-from __future__ import annotations
-
 import re
 from inspect import signature
 
@@ -20,6 +18,7 @@ from shardpass.frontends.pyg import functions
 from shardpass.testing import assignments, run, shard_in_memory
 
 from .how_much import ONE_TWO_FOUR
+from .on_ranks import on_ranks, share
 from .one_by_one import assert_each_exact, refusals
 from .pyg_cases import GRAPH
 
@@ -74,7 +73,7 @@ EXACT = {name: _passes(change) for name, change in STRUCTURE.items()} | {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_functions_that_look_at_rows_one_by_one_are_exact(ranks):
     assert_each_exact(EXACT, GRAPH, ranks)
 
@@ -227,19 +226,15 @@ def test_dropped_edges_are_those_of_one_mask_over_the_whole_graph(function, rank
 
 
 @pytest.mark.parametrize("function", [pyg.dropout_edge, pyg.dropout_node], ids=lambda f: f.__name__)
-def test_evaluation_drops_nothing(function):
+@on_ranks(2)
+def test_evaluation_drops_nothing(comm, function):
     torch.manual_seed(0)
     model = Dropping(function).double().eval()
     expected = model(GRAPH.node["x"], GRAPH.edge_index)
-    owners = assignments(N, 2, GRAPH.edge_index)["random"]
-
-    def work(comm):
-        graph = shard_in_memory(GRAPH, owners, comm)
-        mine = Dropping(function).double().eval()
-        mine.load_state_dict(model.state_dict())
-        torch.testing.assert_close(sp.pyg.wrap(mine, comm)(graph.x, graph), expected[graph.node_ids])
-
-    run(work, 2)
+    graph = share(GRAPH, comm)
+    mine = Dropping(function).double().eval()
+    mine.load_state_dict(model.state_dict())
+    torch.testing.assert_close(sp.pyg.wrap(mine, comm)(graph.x, graph), expected[graph.node_ids])
 
 
 OUTSIDE = {
@@ -251,11 +246,7 @@ OUTSIDE = {
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_outside_of_a_model_they_are_refused_too(name):
-    owners = assignments(N, 2, GRAPH.edge_index)["random"]
-
-    def work(comm):
-        with pytest.raises(RefusedError, match="of a sharded graph"):
-            OUTSIDE[name](shard_in_memory(GRAPH, owners, comm))
-
-    run(work, 2)
+@on_ranks(2)
+def test_outside_of_a_model_they_are_refused_too(comm, name):
+    with pytest.raises(RefusedError, match="of a sharded graph"):
+        OUTSIDE[name](share(GRAPH, comm))

@@ -1,7 +1,5 @@
 """Random programs around layers: each is exact to 1e-9, or refused at the line of the statement that mixes rows."""
 
-from __future__ import annotations
-
 import random
 import re
 
@@ -10,10 +8,7 @@ import torch
 
 import shardpass as sp
 from shardpass.errors import RefusedError
-from shardpass.testing import evaluate_whole
-from shardpass.testing.exact import assert_same
-from shardpass.testing.graphs import assignments
-from shardpass.testing.parity import evaluate_sharded
+from shardpass.testing import assert_same, assignments, evaluate_sharded, evaluate_whole
 
 from .program_lines import PYG_LINES, PYG_MIXING
 from .random_programs import DGL, PYG, compose, draw, graph

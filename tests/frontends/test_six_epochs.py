@@ -1,7 +1,5 @@
 """Every layer trains for six epochs on features that do not change as plain PyG and DGL do: the engine keeps sums."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -13,8 +11,7 @@ pytest.importorskip("torch_geometric")
 import torch_geometric.nn as gnn
 
 import shardpass as sp
-from shardpass.testing.graphs import assignments, shard_in_memory
-from shardpass.testing.run import run
+from shardpass.testing import assignments, run, shard_in_memory
 
 from .conv_cases import CONVS, edges
 from .how_much import some_by_default

@@ -23,8 +23,15 @@ import torch_geometric.nn as gnn
 import shardpass as sp
 from shardpass.core.kernels import cpu_loops
 from shardpass.core.sampling import drawing
-from shardpass.testing import WholeGraph, assert_same, assignments, evaluate_sharded, evaluate_whole, run
-from shardpass.testing.graphs import shard_in_memory
+from shardpass.testing import (
+    WholeGraph,
+    assert_same,
+    assignments,
+    evaluate_sharded,
+    evaluate_whole,
+    run,
+    shard_in_memory,
+)
 
 from .how_much import one_each, some_by_default
 from .pyg_cases import GRAPH, GatedConv, mlp

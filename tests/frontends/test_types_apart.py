@@ -1,7 +1,5 @@
 """Rows of node types and relations are told apart where there are as many of both, on every number of ranks."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -16,7 +14,7 @@ from torch_geometric.utils import scatter
 import shardpass as sp
 from shardpass.testing import WholeHeteroGraph, shard_hetero_in_memory
 
-from .verdicts import assert_refused, assert_rows
+from .on_ranks import assert_refused, assert_rows
 
 N, CHANNELS = 24, 4
 CITES, WRITES, BACK = ("paper", "cites", "paper"), ("author", "writes", "paper"), ("paper", "back", "author")

@@ -1,7 +1,5 @@
 """Layers whose messages and aggregates are tuples, as people write them for meshes and molecules."""
 
-from __future__ import annotations
-
 import torch
 import torch_geometric.nn as gnn
 from torch import nn

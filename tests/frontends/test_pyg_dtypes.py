@@ -1,11 +1,10 @@
-"""Mixed precision takes the same kernels as float32, and is as close to float64 as PyG under the same autocast."""
-
-from __future__ import annotations
+"""Complex numbers and mixed precision: as exact as on the whole graph."""
 
 import copy
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("torch_geometric")
 
@@ -13,9 +12,64 @@ import torch_geometric.nn as gnn
 from torch_geometric.utils import softmax
 
 import shardpass as sp
+from shardpass.core.training import mean
+from shardpass.errors import RefusedError
 from shardpass.testing import assignments, cotangent, run, shard_in_memory
 
+from .how_much import EACH_MODE_ONCE, assert_exact_in
 from .pyg_cases import GRAPH
+
+MESSAGES = {
+    "weighted": lambda p, x_i, x_j, w: w.view(-1, 1) * x_j,
+    "by a parameter": lambda p, x_i, x_j, w: p * x_j,
+    "conjugated": lambda p, x_i, x_j, w: x_j.conj() * x_i * p,
+    "by a phase": lambda p, x_i, x_j, w: torch.polar(w.abs(), w.angle()).view(-1, 1) * x_j,
+    "by a score": lambda p, x_i, x_j, w: (x_i * x_j.conj()).sum(-1, keepdim=True) * x_j * p,
+    "of real parts": lambda p, x_i, x_j, w: torch.complex(x_j.abs(), x_i.imag),
+}
+
+
+class Complex(gnn.MessagePassing):
+    def __init__(self, message):
+        super().__init__(aggr="add")
+        self.of = MESSAGES[message]
+        self.p = nn.Parameter(torch.randn(5, 2))
+
+    def forward(self, x, edge_index, weight):
+        rows = torch.complex(x, x.flip(1) - 0.3)
+        out = self.propagate(edge_index, x=rows, w=torch.complex(weight, 0.5 - weight))
+        return torch.view_as_real(out).flatten(1)
+
+    def message(self, x_i, x_j, w):
+        return self.of(torch.view_as_complex(self.p), x_i, x_j, w)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("message", MESSAGES)
+def test_complex_messages(message, ranks):
+    torch.manual_seed(0)
+
+    def call(model, fields, graph):
+        return model(fields["x"], graph, fields["edge_weight"])
+
+    assert_exact_in(EACH_MODE_ONCE, Complex(message).double(), GRAPH, call, sp.pyg.wrap, ranks)
+
+
+def test_sums_over_all_nodes_and_what_is_refused():
+    def work(comm):
+        graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % comm.size, comm)
+        rows = torch.complex(graph.x, -graph.x)
+        summed = gnn.global_add_pool(rows, graph.batch)
+        with pytest.raises(RefusedError, match="the max of complex numbers over all nodes"):
+            gnn.global_max_pool(rows, graph.batch)
+        with pytest.raises(ValueError, match="mean: expected real values, found complex128"):
+            mean(rows, None, comm)
+        return summed
+
+    whole = torch.complex(GRAPH.node["x"], -GRAPH.node["x"]).sum(0, keepdim=True)
+    for found in run(work, 3):
+        torch.testing.assert_close(found, whole, rtol=0, atol=1e-12)
+
 
 RUNS = []  # edges of each run of a message function
 OWNERS = {ranks: assignments(GRAPH.num_nodes, ranks, GRAPH.edge_index)["random"] for ranks in (1, 3)}
@@ -65,8 +119,7 @@ def error(found, exact):
     return float((found - exact).norm() / exact.norm())
 
 
-@pytest.mark.parametrize("backward", ["push", "pull"])
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(("ranks", "backward"), [(1, "push"), (3, "push"), (3, "pull")])  # one rank pulls nothing
 @pytest.mark.parametrize("name", MAKERS)
 def test_autocast_is_as_exact_as_on_the_whole_graph(name, ranks, backward):
     torch.manual_seed(0)
