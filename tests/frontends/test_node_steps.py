@@ -47,7 +47,7 @@ def steps(model, x, edge_index, total):
         loss = total(torch.tanh(model(x * (1 + number / 10), edge_index)).square())
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     return losses, [parameter.grad.clone() for parameter in model.parameters()]
 
 

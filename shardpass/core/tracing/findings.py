@@ -52,6 +52,7 @@ class Findings:
     def keep(self, key: Hashable, depends_on: Dependence, value: Any) -> None:
         """Keep `value`, which hangs on nothing else than `key` and `depends_on`."""
         tensors = [weakref.ref(tensor) for tensor in depends_on.tensors]
+        self._kept.pop((key, depends_on.values), None)
         self._kept[key, depends_on.values] = _Kept(tensors, value)
         if len(self._kept) > MOST_KEPT:
             del self._kept[next(iter(self._kept))]

@@ -110,8 +110,8 @@ class ShardedMessagePassing:
             findings=self._present_findings(), watch=partial(_note_fused, list(lazy.values())),
             depends_on=None if held else dependence_of(conv, arguments, lazy, self._others),
         )  # fmt: skip
-        stores = None if program.depends_on is None else program.findings.find("stores", program.depends_on)
-        depends_on, program.depends_on = program.depends_on, None if stores is None else program.depends_on
+        depends_on, findings = program.depends_on, program.findings
+        stores = None if depends_on is None else findings.find("stores", depends_on)
         if edge_index.flow is not None:
             edge_index.flow.note(self.name, plan.comm, arguments.src)
         arguments.src, arguments.dst = {}, {}  # these are inputs of the call; held here they would live until backward
@@ -128,8 +128,8 @@ class ShardedMessagePassing:
                 )
             function.release()
             stored = frozenset(frozen.stored()).union(stores or ())
-            if stores is None and depends_on is not None:
-                program.findings.keep("stores", depends_on, stored)
+            if depends_on is not None:  # last, so that it outlives what lets the message function not run
+                findings.keep("stores", depends_on, stored)
             frozen.poison(self.name, stored)
             return conv.update(out, **self._collected("update", edge_index, plan, kwargs))
 
