@@ -26,8 +26,8 @@ class _Value(NamedTuple):
 
 class _Step(NamedTuple):
     function: Callable[..., Any]
-    args: Any
-    kwargs: Any
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
     reads: frozenset[int]
     made: list[int]
 

@@ -25,7 +25,7 @@ class Dependence(NamedTuple):
 
 class _Kept(NamedTuple):
     tensors: list[weakref.ref[Tensor]]
-    value: Any
+    value: object
 
 
 class Findings:
