@@ -8,7 +8,7 @@ pytest.importorskip("torch_geometric")
 from torch_geometric import nn as gnn
 
 import shardpass as sp
-from shardpass.core.aggregation.node_steps import NodeSteps
+from shardpass.core.aggregation.node_steps import NodeSteps, NodeStepsWriter
 from shardpass.errors import RefusedError
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
 
@@ -70,6 +70,62 @@ def test_many_calls(name, size):
         assert found == pytest.approx(losses, rel=1e-10)
         for one, other in zip(of_parameters, gradients):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def written(function, made_up, lasting):
+    """The steps of a function of one reduction, as far as they are known."""
+    writer, rows = NodeStepsWriter(lasting, 1), torch.ones(4, 2)
+    writer.begin(made_up)
+    writer.note_reduction(0, (rows, 0), {}, rows)
+
+    class Noted(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            writer.note(func, func.__name__, args, kwargs or {}, out)
+            return out
+
+    with Noted():
+        result = function(rows)
+    return writer.finish(result)
+
+
+WEIGHT, OTHER = torch.full((2,), 3.0), torch.full((4, 2), 5.0)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda rows: rows * WEIGHT,
+        lambda rows: rows.max(1).values + rows.split(1, 1)[0].squeeze(1),
+        lambda rows: torch.stack([rows, rows * 2], 1),
+        lambda rows: (OTHER * 2, rows + 1)[1],
+    ],
+)
+def test_steps_give_what_the_function_gives(function):
+    steps, rows = written(function, [OTHER], [WEIGHT]), torch.rand(4, 2)
+    torch.testing.assert_close(steps.run([rows]), function(rows), rtol=0, atol=0)
+
+
+def without_grad(rows):
+    with torch.no_grad():
+        half = rows / 2
+    return rows * half
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda rows: rows + OTHER,
+        lambda rows: rows * torch.utils.dlpack.from_dlpack(WEIGHT),
+        lambda rows: (rows * 2).mul_(3),
+        lambda rows: rows * rows.sum().item(),
+        lambda rows: torch.block_diag(*[rows]) * WEIGHT.add_(0),
+        without_grad,
+        lambda rows: (rows, rows),
+    ],
+)
+def test_steps_that_may_differ_in_later_calls_are_not_kept(function):
+    assert written(function, [OTHER], [WEIGHT]) is None
 
 
 def repeated(comm, change):

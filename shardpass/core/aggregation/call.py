@@ -13,8 +13,8 @@ from torch import Tensor
 from shardpass.core.aggregation.out_edges import OutEdges
 from shardpass.core.exchange import HaloPlan, WalkId, fetch_blocks
 from shardpass.core.kernels import EdgeRun, gather_rows
-from shardpass.core.ranks import ParameterCopies, is_differentiable, piece_seed, replayed
-from shardpass.core.sharding import Chunk, CopyStreams, EdgeShards, Isolated, Shard, StreamedShards, to_device
+from shardpass.core.ranks import ParameterCopies, is_differentiable, ordinary_tensors, piece_seed, replayed
+from shardpass.core.sharding import Chunk, CopyStreams, EdgeShards, Shard, StreamedShards, to_device
 from shardpass.core.tracing import Inputs, Key, Program, Sides, State, Structure
 
 
@@ -55,6 +55,12 @@ class EdgePiece(NamedTuple):
     def of_run(cls, shard: Shard, run: EdgeRun) -> EdgePiece:
         """The edges of a run, with all destinations of the rank."""
         return cls(run.src_rows, run.dst_rows, slice(0, shard.num_dst), shard.places(run.positions))
+
+
+class Isolated:
+    """The destinations of one edge list that have no in-edge, once they were asked for."""
+
+    rows: Tensor | None = None
 
 
 @dataclass
@@ -144,7 +150,11 @@ class Call:
 
     def isolated(self) -> Tensor:
         """Which own nodes have no in-edge, ``[num_dst]`` bool, on the device of node rows."""
-        found = self.plan.comm.caches.of(Isolated).of(self.edges)
+        kept = self.plan.comm.caches.of(Isolated, self.edges)
+        if kept.rows is None:
+            with ordinary_tensors():
+                kept.rows = self.edges.degrees() == 0
+        found = kept.rows
         return found if self.streamed_to is None else to_device(found, self.streamed_to)
 
     def operands(self, tensors: Sequence[Tensor]) -> Operands:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from shardpass.core.ranks import torch_private
-from shardpass.core.tracing import METADATA_OPS, tensors_in
+from shardpass.core.tracing import METADATA_OPS, tensors_in, writes_in_place
 
 _READS_NO_VALUES = METADATA_OPS.union(["__get__", "__repr__"])
 
@@ -77,7 +78,7 @@ class NodeStepsWriter:
         self._numbers: dict[int, int] = {}  # of values, by the id of their tensor
         self._count = num_reductions
         self._held: list[Any] = []  # so that ids stay theirs
-        self._is_known = True
+        self._is_known, self._settings = True, _settings()
 
     def begin(self, made_up: Sequence[Tensor]) -> None:
         """Begin with the tensors of the made-up edge. What is made of them alone is no step."""
@@ -87,11 +88,14 @@ class NodeStepsWriter:
     def note(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Note a call that gave `out`."""
         operands, found = tensors_in((*args, *kwargs.values())), tensors_in([out])
+        num_tensors = sum(isinstance(leaf, Tensor) for leaf in torch_private.tree_leaves((args, kwargs, out)))
+        # Steps do not say what a block such as torch.no_grad() has set, and do not look into nested lists and mappings.
+        self._is_known &= _settings() == self._settings and num_tensors == len(operands) + len(found)
         is_made_up = [id(one) not in self._numbers and id(one) in self._made_up for one in operands]
         self._held.append(out)
         if operands and all(is_made_up):
             self._made_up.update(map(id, found))
-        elif found and not any(is_made_up) and not _writes(name, kwargs):
+        elif found and not any(is_made_up) and not writes_in_place(name, kwargs):
             self._is_known &= all(id(one) in self._numbers or id(one) in self._lasting for one in operands)
             self._write(function, args, kwargs, found)
         else:
@@ -134,10 +138,5 @@ def _storage(tensor: Tensor) -> int:
     return torch_private.storage_number(tensor.untyped_storage())
 
 
-def _writes(name: str, kwargs: dict[str, Any]) -> bool:
-    return (
-        name == "__setitem__"
-        or "out" in kwargs
-        or (name.endswith("_") and not name.endswith("__"))
-        or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
-    )
+def _settings() -> tuple[bool, ...]:
+    return torch.is_grad_enabled(), *(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))

@@ -20,7 +20,7 @@ from shardpass.core.sharding.shard import (
     smallest_index_dtype,
 )
 from shardpass.core.sharding.streamed_shards import CopyStreams, StreamedShards
-from shardpass.core.sharding.transposes import Isolated, Transposes, transposed
+from shardpass.core.sharding.transposes import Transposes, transposed
 
 __all__ = [
     "EDGE",
@@ -33,7 +33,6 @@ __all__ = [
     "DerivedShards",
     "EdgeShards",
     "EdgeType",
-    "Isolated",
     "KnownLists",
     "LazyTensor",
     "NodeType",

@@ -1,4 +1,4 @@
-"""What is made of shards once: their order by source rows, as backward reads them, and who has no in-edges."""
+"""Shards in order of their source rows, as backward reads them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from shardpass.core.ranks import ordinary_tensors
 from shardpass.core.sharding.host_copies import to_device
-from shardpass.core.sharding.shard import EdgeShards, Shard, smallest_index_dtype
+from shardpass.core.sharding.shard import Shard, smallest_index_dtype
 
 _EDGES_AT_ONCE = 1 << 18
 """How many edges are sorted at a time. Sorting takes some 60 bytes for each, where what is kept has 4."""
@@ -54,21 +53,6 @@ class Transposes:
         device = shard.indptr.device
         order = to_device(order, device) if with_order and order is not None else None
         return BySource(to_device(indptr, device), to_device(dst_rows, device), order)
-
-
-class Isolated:
-    """The owner of masks of the destinations without in-edges. Each is made once, and lives as long as its edges."""
-
-    def __init__(self) -> None:
-        self._kept: WeakKeyDictionary[EdgeShards, Tensor] = WeakKeyDictionary()
-
-    def of(self, edges: EdgeShards) -> Tensor:
-        """Which destination rows have no edge of `edges`, ``[num_dst]`` bool, on the device of the shards."""
-        found = self._kept.get(edges)
-        if found is None:
-            with ordinary_tensors():
-                self._kept[edges] = found = edges.degrees() == 0
-        return found
 
 
 def transposed(shard: Shard, with_order: bool = False) -> BySource:

@@ -16,7 +16,7 @@ from torch.autograd.graph import Node
 
 from shardpass.core.following import user_line
 from shardpass.core.ranks import is_differentiable, torch_private
-from shardpass.core.tracing.edge_trace import HARMLESS_OPS, SHAPE_OPS, EdgeTrace, sequence_number
+from shardpass.core.tracing.edge_trace import HARMLESS_OPS, SHAPE_OPS, EdgeTrace, sequence_number, writes_in_place
 from shardpass.core.tracing.expression import BINARY, KEEPS_VALUES, Expr, apply, opaque, plain
 from shardpass.core.tracing.linear_maps import LinearMap, linear_map
 from shardpass.core.tracing.program import Inputs, Key, Program
@@ -271,9 +271,7 @@ def _version(tensor: Tensor) -> int:
 
 def _may_write(name: str, kwargs: dict[str, Any], operand: Tensor, out: Any) -> bool:
     """Whether a call may have written into `operand`, where torch keeps no count of it (inference mode)."""
-    in_place = name.endswith("_") and not name.endswith("__")
-    in_place = in_place or name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
-    return in_place or kwargs.get("out") is operand or (out is operand and name not in KEEPS_VALUES)
+    return writes_in_place(name, kwargs) or (out is operand and name not in KEEPS_VALUES)
 
 
 def _adds_a_number(name: str, args: tuple[Any, ...]) -> bool:

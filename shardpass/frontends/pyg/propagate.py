@@ -128,7 +128,7 @@ class ShardedMessagePassing:
                 )
             function.release()
             stored = frozenset(frozen.stored()).union(stores or ())
-            if depends_on is not None:  # last, so that it outlives what lets the message function not run
+            if depends_on is not None:  # last, so that it is forgotten after the structure
                 findings.keep("stores", depends_on, stored)
             frozen.poison(self.name, stored)
             return conv.update(out, **self._collected("update", edge_index, plan, kwargs))
