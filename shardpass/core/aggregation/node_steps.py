@@ -51,14 +51,8 @@ class NodeSteps:
     def run(self, reductions: Sequence[Tensor]) -> Tensor:
         """What the node function makes of `reductions`. It shares no memory with them."""
         values = dict(enumerate(reductions))
-
-        def filled(arg: Any) -> Any:
-            if type(arg) is _Value:
-                return values[arg.number]
-            return type(arg)(map(filled, arg)) if type(arg) in (tuple, list) else arg
-
         for function, args, kwargs, _, made in self._steps:
-            out = function(*filled(args), **{name: filled(arg) for name, arg in kwargs.items()})
+            out = function(*_filled(args, values), **{name: _filled(arg, values) for name, arg in kwargs.items()})
             values.update(zip(made, tensors_in([out])))
         result: Tensor = values[self._result]
         return result.clone() if _storage(result) in map(_storage, reductions) else result
@@ -114,20 +108,27 @@ class NodeStepsWriter:
 
     def _write(self, function: Any, args: Any, kwargs: Any, found: Sequence[Tensor]) -> None:
         reads: set[int] = set()
-
-        def named(arg: Any) -> Any:
-            number = self._numbers.get(id(arg)) if isinstance(arg, Tensor) else None
-            if number is not None or type(arg) is _Value:
-                arg = arg if number is None else _Value(number)
-                reads.add(arg.number)
-                return arg
-            return type(arg)(map(named, arg)) if type(arg) in (tuple, list) else arg
-
-        args, kwargs = named(args), {key: named(arg) for key, arg in kwargs.items()}
+        args, kwargs = self._named(args, reads), {key: self._named(arg, reads) for key, arg in kwargs.items()}
         made = list(range(self._count, self._count + len(found)))
         self._count += len(found)
         self._numbers.update(zip(map(id, found), made))
         self._steps.append(_Step(function, args, kwargs, frozenset(reads), made))
+
+    def _named(self, arg: Any, reads: set[int]) -> Any:
+        """`arg` with values in the place of tensors. Their numbers go into `reads`."""
+        number = self._numbers.get(id(arg)) if isinstance(arg, Tensor) else None
+        if number is not None or type(arg) is _Value:
+            arg = arg if number is None else _Value(number)
+            reads.add(arg.number)
+            return arg
+        return type(arg)(self._named(one, reads) for one in arg) if type(arg) in (tuple, list) else arg
+
+
+# Not a function within `NodeSteps.run`: one that calls itself would hold the tensors until Python looks for cycles.
+def _filled(arg: Any, values: dict[int, Tensor]) -> Any:
+    if type(arg) is _Value:
+        return values[arg.number]
+    return type(arg)(_filled(one, values) for one in arg) if type(arg) in (tuple, list) else arg
 
 
 def _rows_along(rows: Tensor, dim: int, dtype: Any) -> Tensor:
