@@ -1,5 +1,7 @@
 """Layers whose node function is written down in one call and repeated in the next: as exact in the third call."""
 
+import gc
+
 import pytest
 import torch
 
@@ -70,6 +72,36 @@ def test_many_calls(name, size):
         assert found == pytest.approx(losses, rel=1e-10)
         for one, other in zip(of_parameters, gradients):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def in_cycles(comm, make):
+    """Shapes of the tensors that steps leave to Python's search for cycles."""
+    graph = shard_in_memory(GRAPH, assignments(GRAPH.num_nodes, comm.size, GRAPH.edge_index)["random"], comm)
+    model = sp.pyg.wrap(Changing(make).double(), comm)
+
+    def step():
+        sp.sum(model(graph.x, graph).square(), None, comm).sum().backward()
+
+    for _ in range(4):  # the fourth call is followed; the next three are ordinary ones
+        step()
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        for _ in range(3):
+            step()
+        gc.collect()
+        return [[*one.shape] for one in gc.garbage if isinstance(one, torch.Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_tensors_are_freed_at_once(name):
+    """A cycle that holds them would raise the peak until Python looks for it."""
+    assert sp.spawn(in_cycles, 1, args=(LAYERS[name],)) == [[]]
 
 
 def written(function, made_up, lasting):
