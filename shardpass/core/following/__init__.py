@@ -9,6 +9,7 @@ from shardpass.core.following.functions import FollowFunctions
 from shardpass.core.following.gradients import followed_hooks, function_of_user
 from shardpass.core.following.judge import verdict_of
 from shardpass.core.following.known import known_modules
+from shardpass.core.following.marks import Known
 from shardpass.core.following.outside import Around, around_of_fields
 from shardpass.core.following.refusals import first_refusal, state_beside_rows, whole_graph
 from shardpass.core.following.row_count import OwnCount, OwnShape, RowCount, own_of
@@ -20,6 +21,7 @@ __all__ = [
     "FollowFunctions",
     "FollowRows",
     "ForwardDraws",
+    "Known",
     "OwnCount",
     "OwnShape",
     "RowCount",

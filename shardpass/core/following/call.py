@@ -33,6 +33,7 @@ class Call:
         outs: the tensors that it returned, or others of their shapes.
         of: what is known of an operand.
         is_zero: whether an operand is known to hold zeros, so that what is added to it is a sum.
+        is_of_script: a script runs it, which may have tensors of own rows that nobody knows.
 
     Attributes:
         name: of the operation, without its overload.
@@ -43,8 +44,9 @@ class Call:
     def __init__(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outs: list[Tensor],
         of: Callable[[Tensor], Found], is_zero: Callable[[Tensor], bool] = lambda tensor: False,
+        is_of_script: bool = False,
     ) -> None:  # fmt: skip
-        self.func, self.outs, self.of, self.is_zero = func, outs, of, is_zero
+        self.func, self.outs, self.of, self.is_zero, self.is_of_script = func, outs, of, is_zero, is_of_script
         self.given = torch_private.bound_arguments(func, args, kwargs)
         self.name: str = func.overloadpacket.__name__
         read = [value for name, value in self.given.items() if name != "out"]

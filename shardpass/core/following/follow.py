@@ -22,12 +22,14 @@ from torch import Tensor, nn
 from shardpass.core.following.call import Found, Made
 from shardpass.core.following.draws import ForwardDraws, draws
 from shardpass.core.following.judge import verdict_of
+from shardpass.core.following.kinds import product
 from shardpass.core.following.marks import Marks
 from shardpass.core.following.operation import SOFTMAX, VIEWS_IN_PLACE, Operation, needs_values
 from shardpass.core.following.origin import Origin
 from shardpass.core.following.refusals import MAX_NORM, NUMBERS, SUMS, Mixture, check_plain, failure, refusal
 from shardpass.core.following.row_count import RowCount
 from shardpass.core.following.rows import Rows
+from shardpass.core.following.table import is_pointwise, rule_of
 from shardpass.core.following.user_line import is_asked_by, is_called_by, user_line
 from shardpass.core.ranks import RowSet, torch_private
 from shardpass.errors import RefusedError
@@ -238,7 +240,7 @@ class FollowRows(torch_private.TorchDispatchMode):
 
     def _operation(self, func: Any, args: Any, kwargs: Any, is_unseen: bool) -> Any:
         leaves, structure = torch_private.tree_flatten((args, kwargs))
-        rows = self._operands(leaves)
+        rows = self._operands(func, leaves)
         if rows and is_unseen and not torch_private.is_view(func) and func.overloadpacket not in _TAKES_NO_SIZES:
             self._refuse_unseen(func, rows)
         is_check = rows and func.overloadpacket in _CHECKS and len(leaves) == 1
@@ -335,7 +337,13 @@ class FollowRows(torch_private.TorchDispatchMode):
 
     def explained(self, name: str, error: Exception, leaves: list[Any]) -> Exception:
         """What to raise where an operation on `leaves` failed with `error`; see `failure`."""
-        rows = self._operands(leaves)
+        with self.paused():
+            self.marks.recognise(leaves)
+        rows = {
+            i: found
+            for i, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor) and (found := self.marks.rows_of(leaf))
+        }
         plain = [leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in rows]
         if 0 in rows and plain and "out of " in str(error):  # the index of a table with rows
             what = f"`{name}` takes rows by numbers that do not come from the graph ({error})"
@@ -392,8 +400,11 @@ class FollowRows(torch_private.TorchDispatchMode):
             f"many times as large. {SUMS}"
         )
 
-    def _operands(self, leaves: list[Any]) -> dict[int, Rows]:
-        if self._functions:
+    def _operands(self, func: Any, leaves: list[Any]) -> dict[int, Rows]:
+        is_of_script = self.marks.is_around and (is_pointwise(func) or rule_of(func) is product)
+        if is_of_script:  # what stands beside rows there tells where a tensor of a script's own has rows
+            self.marks.recognise_told(leaves)
+        elif self._functions and not self.marks.is_around:
             self.marks.adopt(leaves)  # what the function was given is known
         else:
             self.marks.recognise(leaves)
@@ -402,6 +413,21 @@ class FollowRows(torch_private.TorchDispatchMode):
             rows = self.marks.rows.get(leaf) if isinstance(leaf, Tensor) else None
             if rows is not None and rows.fit(leaf):
                 found[i] = rows
+        return self._without_candidates(func, leaves, found) if is_of_script else found
+
+    @staticmethod
+    def _without_candidates(func: Any, leaves: list[Any], found: dict[int, Rows]) -> dict[int, Rows]:
+        """The operands with rows, but for rows fetched by their ids that all own rows are compared with."""
+        own = {i: rows for i, rows in found.items() if rows.of.root is not None}
+        fetched = [i for i, rows in found.items() if rows.of.is_fetched]
+        if not own or not fetched:
+            return found
+        from_end = {rows.dim - leaves[i].dim() for i, rows in own.items()}
+        contracted = {-1: -2, -2: -1}
+        for i in fetched:
+            dim = found[i].dim - leaves[i].dim()
+            if (dim if is_pointwise(func) else contracted.get(dim)) not in from_end:
+                del found[i]
         return found
 
     @staticmethod

@@ -95,8 +95,9 @@ class FollowFunctions(TorchFunctionMode):
         super().__exit__(*error)
 
     def _function(self, func: Any, name: str, types: Any, args: Any, kwargs: Any) -> Any:
-        with self.follower.paused():
-            self.follower.marks.recognise((args, kwargs))
+        if not self.follower.marks.is_around:  # or else each operation looks where its operands may have rows
+            with self.follower.paused():
+                self.follower.marks.recognise((args, kwargs))
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if func is torch.autograd.grad:
             return self._differentiated(args, kwargs)
@@ -289,8 +290,9 @@ class FollowFunctions(TorchFunctionMode):
             )
 
     def _rows_of(self, tensor: Tensor) -> Rows | None:
-        with self.follower.paused():
-            self.follower.marks.recognise(tensor)
+        if not self.follower.marks.is_around:
+            with self.follower.paused():
+                self.follower.marks.recognise(tensor)
         return self.follower.marks.rows_of(tensor)
 
     def _check_leaving(self, name: str, tensor: Tensor) -> None:

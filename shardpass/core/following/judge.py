@@ -37,7 +37,7 @@ class Verdict:
 
 def verdict_of(
     func: Any, leaves: Sequence[Any], structure: Any, known: Mapping[int, Found], outs: list[Tensor],
-    is_zero: Callable[[Tensor], bool] = lambda tensor: False,
+    is_zero: Callable[[Tensor], bool] = lambda tensor: False, is_of_script: bool = False,
 ) -> Verdict:  # fmt: skip
     """What `func`, a primitive operation, makes of rows.
 
@@ -47,10 +47,11 @@ def verdict_of(
         known: where the leaves hold rows, or what they were made of, by position.
         outs: what it returned, or tensors of these shapes.
         is_zero: whether an operand is known to hold zeros.
+        is_of_script: see `Call`.
     """
     marks = {id(leaves[i]): found for i, found in known.items()}
     args, kwargs = torch_private.tree_unflatten(leaves, structure)
-    call = Call(func, args, kwargs, outs, lambda tensor: marks.get(id(tensor)), is_zero)
+    call = Call(func, args, kwargs, outs, lambda tensor: marks.get(id(tensor)), is_zero, is_of_script)
     found = judged(call)
     if found is not None:
         places = {id(leaf): i for i, leaf in enumerate(leaves)}

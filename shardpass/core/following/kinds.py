@@ -90,7 +90,8 @@ def _multiplied(call: Call, left: Tensor, right: Tensor) -> Found:
         return replace(mine, points_to=None) if is_batch else Made.MIXED
     one = mine or theirs
     if one is None or one.dim == contracted[mine is None]:
-        return Made.MIXED
+        is_of_rows = one is not None and call.is_of_script and one.outer == one.inner == 1
+        return Made.SUM if is_of_rows else Made.MIXED
     if batch and one.dim == 0:
         call.is_alike(right if mine else left, 0)
         return replace(one, points_to=None)

@@ -22,6 +22,9 @@ from shardpass.errors import RefusedError
 _MASKS = 8
 """How many masks are remembered. The same mask picks the same rows, of labels and of results, in any call."""
 
+Known = tuple[Rows | None, Origin | None, bool | None]
+"""What is known of a tensor: where it holds rows, where it comes from if it has none, whether it is of all rows."""
+
 
 class Mixtures:
     """Tensors that were made of several rows, by their memory: what is a view or another name of one is one too."""
@@ -140,17 +143,27 @@ class Marks:
         for kept in (self.rows, self.origins, self.drawn):
             kept.pop(tensor, None)
 
+    def known_of(self, tensor: Tensor) -> Known:
+        """What is known of `tensor`, but for mixtures."""
+        return self.rows.get(tensor), self.origins.get(tensor), self.whole.get(tensor)
+
+    def know(self, tensor: Tensor, known: Known) -> None:
+        """Know `known` of `tensor`, as far as it fits."""
+        rows, origin, whole = known
+        if rows is not None and rows.fit(tensor):
+            self.rows[tensor] = rows
+        if origin is not None:
+            self.origins[tensor] = origin
+        if whole is not None:
+            self.whole[tensor] = whole
+
     def copy(self, tensor: Tensor, like: Tensor) -> None:
         """Know of `tensor`, which shares the memory of `like`, what is known of that."""
-        for kept in (self.rows, self.origins, self.whole):
-            if like in kept:
-                kept[tensor] = kept[like]  # type: ignore[index,assignment]
+        self.know(tensor, self.known_of(like))
 
     def adopt_from(self, others: Marks, tensor: Tensor) -> None:
         """Know of `tensor` what the marks of another model know of it."""
-        for mine, theirs in ((self.rows, others.rows), (self.origins, others.origins), (self.whole, others.whole)):
-            if tensor in theirs:
-                mine[tensor] = theirs[tensor]  # type: ignore[index,assignment]
+        self.know(tensor, others.known_of(tensor))
         if tensor in others.refused:
             self.refused[tensor] = others.refused[tensor]
         if (mixture := others.mixtures.get(tensor)) is not None:
@@ -211,6 +224,12 @@ class Marks:
                     self._recognise(leaf, among if place == 0 else ())
                 else:
                     self.origins[leaf] = Origin.CONSTANT
+
+    def recognise_told(self, leaves: Sequence[Any]) -> None:
+        """Recognise those of `leaves` of which the engine has told the rows."""
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and not self._is_known(leaf) and (told := _told(leaf)) is not None:
+                self.rows[leaf] = told
 
     def _is_known(self, leaf: Tensor) -> bool:
         return not self.is_filled(leaf) and any(leaf in kept for kept in (self.rows, self.origins, self.mixtures))

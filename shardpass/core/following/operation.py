@@ -32,6 +32,7 @@ _SCATTERS = frozenset(
         ATEN.index_copy, ATEN.index_copy_,
     ]
 )  # fmt: skip
+_ADDS = frozenset([ATEN.scatter_add, ATEN.index_add])
 _GATHERS: dict[Any, Callable[..., tuple[int, Tensor]]] = {
     ATEN.index_select: lambda table, dim, index: (dim, index),
     ATEN.gather: lambda table, dim, index, *_: (dim, index),
@@ -192,10 +193,11 @@ class Operation(Joins):
     def _verdict(self) -> Verdict:
         """What the operation makes of rows. It is known for operands of these shapes, or found out."""
         lengths = tuple(len(arg) for arg in self.args if isinstance(arg, (list, tuple)))
-        key = (self.func, lengths, *(self._described(i, leaf) for i, leaf in enumerate(self.leaves)))
+        is_of_script = self.marks.is_around
+        key = (self.func, lengths, is_of_script, *(self._described(i, leaf) for i, leaf in enumerate(self.leaves)))
         if key not in self.marks.verdicts:
             self.marks.verdicts[key] = verdict_of(
-                self.func, self.leaves, self.structure, self.rows, self.outs, self._is_zero
+                self.func, self.leaves, self.structure, self.rows, self.outs, self._is_zero, is_of_script
             )
         found: Verdict = self.marks.verdicts[key]
         return found
@@ -207,6 +209,8 @@ class Operation(Joins):
         return tuple(leaf.shape), leaf.dtype, rows and (rows.dim, rows.outer, rows.inner), self._is_zero(leaf)
 
     def _is_zero(self, leaf: Tensor) -> bool:
+        if self.marks.is_around and self.packet in _ADDS:  # how a script has made it is not known
+            return leaf is self.leaves[0] and not leaf.requires_grad and not bool(leaf.any())
         return self.marks.origins.get(leaf) == Origin.ZEROS
 
     def _index(self) -> bool:

@@ -104,7 +104,6 @@ class Around:
     def __init__(self, functions: FollowFunctions, comm: Ranks) -> None:
         self.comm, self.functions = comm, functions
         self.follower, self.marks = functions.follower, functions.follower.marks
-        self.follower.all_agree = bool  # a script may let one rank alone do something
         self._has_warned = False
 
     def tell(self, marks: Marks, tensor: Tensor) -> None:
@@ -343,10 +342,16 @@ class Around:
     def _around(self) -> Iterator[None]:
         marks = self.marks
         before, marks.is_around = marks.is_around, self.comm.forward is None
+        if marks.is_around:
+            self.follower.all_agree = bool  # a script may let one rank alone do something
         try:
             yield
         finally:
             marks.is_around = before
+
+    def holds_rows(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is known to hold rows, or a value of all rows."""
+        return self.marks.rows_of(tensor) is not None or tensor in self.marks.whole
 
     @contextmanager
     def _block(self, near: list[RowSet]) -> Iterator[None]:
@@ -385,7 +390,7 @@ class Around:
     def _are_sums_of_fetched(self, tensors: list[Tensor]) -> bool:
         """Whether `tensors` are sums over rows by their ids, which a script may have given alike on all ranks."""
         found = [mixture for one in tensors if (mixture := self.marks.mixtures.get(one)) is not None]
-        return all(mixture.is_sum and mixture.of == RowSet.fetched(mixture.of.count) for mixture in found)
+        return all(mixture.is_sum and mixture.of.is_fetched for mixture in found)
 
     def _mark_fetched(self, out: Any) -> None:
         found = [one for one in _tensors_in(out) if type(one) is Tensor]

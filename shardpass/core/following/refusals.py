@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shardpass.core.following.origin import Origin, repeats_one_row
-from shardpass.core.following.user_line import is_asked_by, user_line
+from shardpass.core.following.user_line import UserLine, is_asked_by, user_line
 from shardpass.core.ranks import RowSet
 from shardpass.errors import RefusedError
 
@@ -87,7 +87,7 @@ def failure(name: str, error: Exception, rows: list[RowSet], plain: list[Tensor]
     return refusal(f"`{name}` puts rows together, over the {empty.name}, and this rank has none of them ({error})")
 
 
-def refusal(what: str, remedy: str = "", line: str = "") -> RefusedError:
+def refusal(what: str, remedy: str = "", line: UserLine | None = None) -> RefusedError:
     """An error that says what the user's line does; without `line`, the one that is running."""
     return RefusedError(
         f"{line or user_line()}: {what}. This rank holds a part of them, so the result would differ from "
@@ -117,7 +117,7 @@ class Mixture:
     """
 
     name: str
-    line: str
+    line: UserLine
     of: RowSet
     is_sum: bool = False
     remedy: str = ""
@@ -129,7 +129,7 @@ class Mixture:
         return refusal(f"`{self.name}` puts rows together, over the {self.of.name}", remedy, line=self.line)
 
 
-def whole_beside_rows(line: str, name: str) -> RefusedError:
+def whole_beside_rows(line: UserLine, name: str) -> RefusedError:
     """Why a value of all rows cannot be used for single rows."""
     return RefusedError(
         f"{line}: `{name}` puts a loss or a mean over the rows of all ranks beside rows of this rank. Its value is "
@@ -138,7 +138,7 @@ def whole_beside_rows(line: str, name: str) -> RefusedError:
     )
 
 
-def state_beside_rows(line: str, name: str) -> RefusedError:
+def state_beside_rows(line: UserLine, name: str) -> RefusedError:
     """Why a parameter cannot meet rows outside of the model."""
     return RefusedError(
         f"{line}: `{name}` applies a parameter to rows outside of the wrapped model, where its gradient is not summed "
@@ -147,7 +147,7 @@ def state_beside_rows(line: str, name: str) -> RefusedError:
     )
 
 
-def weighed_in_model(line: str) -> RefusedError:
+def weighed_in_model(line: UserLine) -> RefusedError:
     """Why a wrapped model cannot be given a value of all rows."""
     return RefusedError(
         f"{line}: a wrapped model is given a loss, or another value of the rows of all ranks. The gradients of its "
@@ -156,7 +156,7 @@ def weighed_in_model(line: str) -> RefusedError:
     )
 
 
-def counts_once(line: str) -> RefusedError:
+def counts_once(line: UserLine) -> RefusedError:
     """Why a value of all rows is not replicated."""
     return RefusedError(
         f"{line}: shardpass.replicated is for what every rank computes alike, of sums over the rows of all ranks. The "
@@ -164,7 +164,7 @@ def counts_once(line: str) -> RefusedError:
     )
 
 
-def counts_for_each_rank(line: str) -> RefusedError:
+def counts_for_each_rank(line: UserLine) -> RefusedError:
     """Why what every rank computes alike cannot be differentiated as it is."""
     return RefusedError(
         f"{line}: every rank computes this alike, of sums over the rows of all ranks. Gradients are summed over "

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import linecache
 import sysconfig
 import traceback
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardpass.core.ranks import torch_private
 
@@ -15,15 +17,32 @@ _FOLLOWING = ("shardpass.core.following.", "shardpass.core.ranks.random", *torch
 """What sees operations, and what torch calls it by."""
 
 
-def user_line(error: BaseException | None = None) -> str:
+class UserLine(NamedTuple):
+    """A line of code, which is read from its file only where somebody is told of it. Number 0: in a library."""
+
+    file: str
+    number: int
+
+    def __str__(self) -> str:
+        if not self.number:
+            return "in a library"
+        return f"{self.file}:{self.number}: {linecache.getline(self.file, self.number).strip()}"
+
+
+def user_line(error: BaseException | None = None) -> UserLine:
     """``file:line: code`` of the innermost frame that is in no library, now or where `error` was raised."""
-    folders = [str(Path(spec.origin).parent) for name in _LIBRARIES if (spec := find_spec(name)) and spec.origin]
-    folders.append(sysconfig.get_path("stdlib"))
-    frames = traceback.extract_stack() if error is None else traceback.extract_tb(error.__traceback__)
-    for frame in reversed(frames):
-        if not frame.filename.startswith((*folders, "<")) and not frame.filename.endswith((".pyx", ".pxi")):
-            return f"{frame.filename}:{frame.lineno}: {frame.line}"
-    return "in a library"
+    stack = traceback.walk_stack(None) if error is None else reversed([*traceback.walk_tb(error.__traceback__)])
+    for frame, number in stack:
+        file = frame.f_code.co_filename
+        if not file.startswith(_folders()) and not file.endswith((".pyx", ".pxi")):
+            return UserLine(file, number)
+    return UserLine("", 0)
+
+
+@cache
+def _folders() -> tuple[str, ...]:
+    found = [str(Path(spec.origin).parent) for name in _LIBRARIES if (spec := find_spec(name)) and spec.origin]
+    return *found, sysconfig.get_path("stdlib"), "<"
 
 
 def is_asked_by(*packages: str) -> bool:

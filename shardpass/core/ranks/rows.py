@@ -9,6 +9,7 @@ from typing import Any, Literal, NoReturn, Protocol
 
 from torch import Tensor
 
+_FETCHED = "fetched rows"
 _LOOPS_FIRST = "after self-loops"
 
 
@@ -89,13 +90,18 @@ class RowSet:
     @classmethod
     def fetched(cls, count: int) -> RowSet:
         """Rows of any nodes, fetched by ids that this rank was given. They go with what it was given beside them."""
-        return cls("fetched rows", count, None)
+        return cls(_FETCHED, count, None)
 
     @classmethod
     def one_of(cls, sets: Sequence[RowSet]) -> RowSet:
         """Rows of one of several sets with the same number of rows. The total is the least, to tell whether any are."""
         totals = [known.total for known in sets if known.total is not None]
         return cls("nodes or edges", sets[0].count, None, total=min(totals, default=None))
+
+    @property
+    def is_fetched(self) -> bool:
+        """Whether these are rows of any nodes, fetched by their ids."""
+        return self.root is None and self.name == _FETCHED
 
     @property
     def is_of_edges(self) -> bool:

@@ -53,6 +53,7 @@ __all__ = [
     "children_of",
     "decomposition_of",
     "dispatch_modes",
+    "forward_hooks",
     "function_modes",
     "grad_hooks",
     "has_any_forward_hook",
@@ -182,6 +183,11 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 def backward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
     """The hooks of `module` that see gradients; changing the dicts changes the module."""
     return module._backward_pre_hooks, module._backward_hooks
+
+
+def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The hooks of `module` that are called before and after its forward; changing the dicts changes the module."""
+    return module._forward_pre_hooks, module._forward_hooks
 
 
 def function_of(node: Any) -> type | None:

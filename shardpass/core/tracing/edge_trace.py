@@ -157,7 +157,7 @@ class EdgeTrace(TorchFunctionMode):
         if name in METADATA_OPS:  # most of the calls that layers of PyG make
             return func(*args, **kwargs)
         if (transform := torch_private.running_transform()) is not None:
-            raise transform_refusal(self.name, user_line(), transform)
+            raise transform_refusal(self.name, str(user_line()), transform)
         if self.substitutes:
             args = tuple([self._substituted(arg) for arg in args])
             kwargs = {key: self._substituted(arg) for key, arg in kwargs.items()}

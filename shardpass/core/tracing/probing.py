@@ -122,7 +122,7 @@ def probe(program: Program, edges: EdgeShards, num_own_src: int, needs_grad: Col
         except RuntimeError as error:
             if not str(error).startswith("torch.func.{grad"):  # which refuses to run under the hooks
                 raise
-            raise transform_refusal(program.name, user_line(error), "grad, vjp or jacrev") from error
+            raise transform_refusal(program.name, str(user_line(error)), "grad, vjp or jacrev") from error
         structure = _structure(program, traced, needs_grad, random=has_drawn(state, look))
     return structure if keep_captures else replace(structure, captures=())
 

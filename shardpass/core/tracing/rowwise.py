@@ -48,7 +48,7 @@ class _FollowedReductions:
     def reduce(self, k: int, op: str, values: Tensor, index: Tensor, base: Base) -> Tensor:
         self.follower.require(values, _edges())
         if not torch.is_grad_enabled():
-            self.line_without_grad = user_line()
+            self.line_without_grad = str(user_line())
         reducer = REDUCERS[op]
         with self.follower.paused():
             state = reducer.init(self.num_dst, values.shape[1:], values)

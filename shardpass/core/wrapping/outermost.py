@@ -19,6 +19,7 @@ from shardpass.core.following import (
     FollowFunctions,
     FollowRows,
     ForwardDraws,
+    Known,
     first_refusal,
     followed_hooks,
     known_modules,
@@ -51,6 +52,7 @@ from shardpass.core.ranks import (
 from shardpass.core.training import GradientSums, refuse_inside_ddp, refuse_unlike
 from shardpass.core.wrapping.empty_rows import EmptyRows
 from shardpass.core.wrapping.explain import explained
+from shardpass.core.wrapping.held_rows import HeldRows, followed_for_hooks
 from shardpass.core.wrapping.parts import runs_as_it_is
 from shardpass.errors import RefusedError, ShardpassError
 
@@ -62,7 +64,8 @@ class FollowedCalls:
     """Which calls of a model are followed, and what is known of its tensors between them.
 
     Following costs time for every operation, whatever its size. So only calls whose number is a power of two are
-    followed, in each training mode. A model may do something else later, so the first call alone would not do.
+    followed, in each training mode. A model may do something else later, so the first call alone would not do. What is
+    made of the results of a call is followed in any case: what they hold is known from the last call that was followed.
 
     Args:
         is_on: whether any call is followed.
@@ -72,11 +75,35 @@ class FollowedCalls:
         self.is_on = is_on
         self._calls: Counter[Any] = Counter()
         self._follower: FollowRows | None = None
+        self._results: dict[Any, tuple[Around, list[Known]]] = {}
         self.knows_order = False
+        self.held = HeldRows()
+
+    def note_results(self, model: nn.Module, method: str, around: Around, out: Any) -> None:
+        """Note what the results `out` of a call that was followed hold."""
+        known = [around.marks.known_of(leaf) for leaf in _tensors_in(out)]
+        self._results[_kind(model, method)] = around, known
+        self.held.find(model, around)
+        self.held.follow(around)
+
+    def unfollowed(self, model: nn.Module, method: str, run: Callable[[], Any]) -> tuple[Any, Around | None]:
+        """What a call that is not followed gives, and what follows it from there; `None` if no call is followed."""
+        kind = _kind(model, method)
+        if kind not in self._results:
+            return run(), None
+        around, known = self._results[kind]
+        mark_fields(around.follower, around.comm)
+        with followed_for_hooks(model, around):
+            out = run()
+        tensors = _tensors_in(out)
+        for leaf, one in zip(tensors, known) if len(tensors) == len(known) else ():
+            around.marks.know(leaf, one)
+        self.held.follow(around)
+        return out, around
 
     def next(self, model: nn.Module, comm: Ranks, method: str) -> FollowRows | None:
         """What follows the call of `method` that begins, or `None`."""
-        kind = method, model.training, torch.is_grad_enabled()
+        kind = _kind(model, method)
         self._calls[kind] += 1
         is_left_out = self._calls[kind] & (self._calls[kind] - 1)
         if not self.is_on or (is_left_out and not (self._follower and self._follower.differentiates)):
@@ -92,6 +119,14 @@ class FollowedCalls:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FollowedCalls:
         return FollowedCalls(self.is_on)  # tensors of another model
+
+
+def _kind(model: nn.Module, method: str) -> Any:
+    return method, model.training, torch.is_grad_enabled()
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    return [leaf for leaf in torch_private.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 class OutermostCall:
@@ -186,6 +221,7 @@ class OutermostCall:
         if self.comm.forward is not None or not (is_given_rows or self.method == "forward") or runs_as_it_is():
             return function(*args, **kwargs)
         self._check_followed(args, kwargs)
+        args, kwargs = torch_private.tree_map(plain_of, (args, kwargs))
         return self._as_followed(chained(self.comm, self._within, function, args, kwargs))
 
     def _check_followed(self, args: Any, kwargs: Any) -> None:
@@ -202,13 +238,7 @@ class OutermostCall:
     def _within(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if torch.is_grad_enabled():  # or else one rank may run it alone
             refuse_unlike(self.model, self.comm, self.buffers)
-        with self.sums.within(self.model):
-            out = function(*args, **kwargs)
-        followed = [one for one in torch_private.tree_leaves(out) if isinstance(one, FollowedTensor)]
-        if followed:
-            out = torch_private.tree_map(plain_of, out)
-            self._around = followed[0].around, out
-        return out
+        return self._summed(function, args, kwargs)
 
     def _summed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with self.sums.within(self.model):
@@ -216,8 +246,13 @@ class OutermostCall:
 
     def _followed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         forward = self.comm.forward
-        if forward is None or forward.rows is not None or (follower := self._follower()) is None:
+        if forward is None or forward.rows is not None:
             return function(*args, **kwargs)
+        self.followed.held.make_plain()
+        if (follower := self._follower()) is None:
+            out, around = self.followed.unfollowed(self.model, self.method, lambda: function(*args, **kwargs))
+            self._around = None if around is None else (around, out)
+            return out
         leaves = torch_private.tree_leaves((args, kwargs))
         follower.marks.known += {ids.row_set for ids in leaves if isinstance(ids, NodeIds)}  # labels go with them
         forward.rows = follower
@@ -229,6 +264,7 @@ class OutermostCall:
                 follower.module(self.is_known(self.model)),
                 known_modules(self.model, self.is_known, follower),
                 followed_hooks(self.model, follower, functions.block),
+                followed_for_hooks(self.model, around := Around(functions, self.comm)),
             ):
                 with follower.paused():
                     while self._taken:
@@ -261,7 +297,7 @@ class OutermostCall:
             lacking = next((rows for rows in follower.marks.known if rows.count == 0), None)
             is_mistake = isinstance(error, (ShardpassError, *_MISTAKES)) or is_out_of_memory(error)
             line = user_line(error)
-            if lacking is None or is_mistake or line == "in a library":
+            if lacking is None or is_mistake or not line.number:
                 raise
             raise RefusedError(
                 f"{line}: {type(error).__name__}: {error}. This rank has no {lacking.name}, and code that "
@@ -278,7 +314,8 @@ class OutermostCall:
                 stacklevel=2,
             )
         if self.comm.size > 1:  # one rank has all rows
-            self._around = Around(functions, self.comm), out
+            self._around = around, out
+            self.followed.note_results(self.model, self.method, around, out)
         return out
 
     def is_known(self, module: nn.Module) -> bool:
