@@ -11,6 +11,7 @@ from shardpass.core.following.judge import verdict_of
 from shardpass.core.following.known import known_modules
 from shardpass.core.following.marks import Known
 from shardpass.core.following.outside import Around, around_of_fields
+from shardpass.core.following.own_numbers import own_number
 from shardpass.core.following.refusals import first_refusal, state_beside_rows, whole_graph
 from shardpass.core.following.row_count import OwnCount, OwnShape, RowCount, own_of
 from shardpass.core.following.rows import Rows
@@ -33,6 +34,7 @@ __all__ = [
     "function_of_user",
     "is_called_by",
     "known_modules",
+    "own_number",
     "own_of",
     "state_beside_rows",
     "unfollowed_anywhere",

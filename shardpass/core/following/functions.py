@@ -20,6 +20,7 @@ from shardpass.core.following.judge import composed
 from shardpass.core.following.literal_places import PLACES, bounds_of, check_places
 from shardpass.core.following.made_rows import RESHAPES, MadeRows
 from shardpass.core.following.origin import Origin
+from shardpass.core.following.own_numbers import is_own_number
 from shardpass.core.following.refusals import Mixture, counts_for_each_rank, state_beside_rows, whole_beside_rows
 from shardpass.core.following.row_count import OwnCount, OwnShape, leaves_of, own_of, plain_sizes
 from shardpass.core.following.rows import Rows
@@ -95,9 +96,7 @@ class FollowFunctions(TorchFunctionMode):
         super().__exit__(*error)
 
     def _function(self, func: Any, name: str, types: Any, args: Any, kwargs: Any) -> Any:
-        if not self.follower.marks.is_around:  # or else each operation looks where its operands may have rows
-            with self.follower.paused():
-                self.follower.marks.recognise((args, kwargs))
+        self._recognise((args, kwargs))
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if func is torch.autograd.grad:
             return self._differentiated(args, kwargs)
@@ -284,15 +283,15 @@ class FollowFunctions(TorchFunctionMode):
             and not isinstance(number, bool)
             and number in self.follower.marks.made_of_counts
         ):
-            raise RefusedError(
-                f"{user_line()}: computes with {number}, which is made of how many rows this rank holds, and differs "
-                f"on the whole graph. Use the numbers of the whole graph (graph.total_nodes, graph.total_edges)"
-            )
+            raise _of_own_rows(number)
+
+    def _recognise(self, given: Any) -> None:
+        if not self.follower.marks.is_around:  # where each operation looks which of its operands may have rows
+            with self.follower.paused():
+                self.follower.marks.recognise(given)
 
     def _rows_of(self, tensor: Tensor) -> Rows | None:
-        if not self.follower.marks.is_around:
-            with self.follower.paused():
-                self.follower.marks.recognise(tensor)
+        self._recognise(tensor)
         return self.follower.marks.rows_of(tensor)
 
     def _check_leaving(self, name: str, tensor: Tensor) -> None:
@@ -325,6 +324,8 @@ class FollowFunctions(TorchFunctionMode):
         for number in leaves_of(given):
             if isinstance(number, OwnCount):
                 number.refuse()
+            if is_own_number(number):
+                raise _of_own_rows(number)
             self._check_number(number)
 
     def _one_hot(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -382,6 +383,13 @@ class FollowedBackward:
         if self._comes:
             self.follower.__exit__(*error)
         self.follower.is_paused = self._was_paused
+
+
+def _of_own_rows(number: float) -> RefusedError:
+    return RefusedError(
+        f"{user_line()}: computes with {number}, which is made of how many rows this rank holds, and differs on the "
+        f"whole graph. Use the numbers of the whole graph (graph.total_nodes, graph.total_edges)"
+    )
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:

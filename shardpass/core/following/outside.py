@@ -9,7 +9,7 @@ raised when backward comes to it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,9 +21,11 @@ from shardpass.core.following.follow import FollowRows
 from shardpass.core.following.functions import ADDS, READS, FollowFunctions
 from shardpass.core.following.gradients import follow_function
 from shardpass.core.following.marks import Marks
+from shardpass.core.following.own_numbers import own_number
 from shardpass.core.following.refusals import (
     AROUND,
     NUMBERS,
+    SUMS,
     Mixture,
     counts_for_each_rank,
     counts_once,
@@ -32,7 +34,7 @@ from shardpass.core.following.refusals import (
 )
 from shardpass.core.following.row_count import OwnCount, leaves_of
 from shardpass.core.following.rows import Rows
-from shardpass.core.following.user_line import given_to, user_line
+from shardpass.core.following.user_line import given_to, is_asked_by, user_line
 from shardpass.core.ranks import (
     FollowedTensor,
     Gives,
@@ -51,7 +53,8 @@ _NOTE = "shardpass"
 _IN_PLACE = "__iadd__ __isub__ __imul__ __itruediv__ __ipow__ __iand__ __ior__ __ixor__".split()
 _ADDS_ROWS_INTO = frozenset("index_add_ scatter_add_ scatter_reduce_ index_reduce_".split())
 _TAKES_DTYPE = frozenset(["to", "type_as"])
-_RUNS_AS_IT_IS = frozenset("__deepcopy__ __repr__ __format__ __reduce_ex__".split())
+_SHOWS = frozenset(["__repr__", "__format__"])
+_RUNS_AS_IT_IS = _SHOWS.union(["__deepcopy__", "__reduce_ex__"])
 
 
 class FollowedOutput(FollowedTensor):
@@ -78,6 +81,11 @@ class FollowedOutput(FollowedTensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = leaves_of((args, [*(kwargs or {}).values()]))
         around = next(leaf.around for leaf in leaves if isinstance(leaf, FollowedOutput))
+        if func is Tensor.size and around.comm.forward is None and is_asked_by(torch_private.VMAP_SIZES):
+            raise RefusedError(
+                f"{user_line()}: a functional transform outside of the model hides from shardpass what is computed of "
+                f"rows. Write the function for all rows at once, or call it in a method of the model"
+            )
         return around.run(func, args, kwargs or {})
 
 
@@ -165,6 +173,23 @@ class Around:
                 if is_alike or one in self.marks.whole:
                     self.follower.refuse_alike(one)
 
+    def reduced(self, given: Tensor, op: str, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        """See `ResultWatch.reduced`."""
+        tensor = plain_of(given)
+        if op == "sum" and (refused := self._refused_in([tensor])) is not None:
+            raise refused
+        mixture = self.marks.mixtures.get(tensor)
+        if op == "sum" and mixture is not None and not mixture.is_sum:
+            raise refusal(f"`{mixture.name}` makes no sum of the {mixture.of.name}", SUMS, mixture.line)
+        out = reduce(tensor)
+        if tensor.requires_grad and torch.is_grad_enabled():
+            self.marks.refused[out] = RefusedError(
+                f"{user_line()}: comm.all_reduce gives no gradients. Use shardpass.all_reduce_sum of a sum over own "
+                f"rows, or give it what is detached"
+            )
+            return self.followed(out)  # type: ignore[no-any-return]
+        return out
+
     def met(self, value: Tensor) -> Tensor:
         """See `ResultWatch.met`."""
         if self.comm.met is not None:
@@ -215,8 +240,7 @@ class Around:
         if name == "backward" or func is torch.autograd.grad:
             return self._differentiated(func, args, kwargs)
         if name in _RUNS_AS_IT_IS:
-            out = func(*args, **kwargs)
-            return self.followed(out, args[0]) if name == "__deepcopy__" else out
+            return self._as_it_is(func, name, args, kwargs)
         writes = (name.endswith("_") and not name.startswith("__")) or name in ("__setitem__", *_IN_PLACE)
         given = _tensors_in(args, kwargs)
         if writes and is_own:
@@ -235,6 +259,13 @@ class Around:
         elif writes:
             raise refused
         return self._refused(func, name, args, kwargs, given, refused)
+
+    def _as_it_is(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        mixture = self.marks.mixtures.get(args[0]) if name in _SHOWS else None
+        if mixture is not None:
+            self._warn(self.marks.refused.get(args[0]) or mixture.refusal())
+        out = func(*args, **kwargs)
+        return self.followed(out, args[0]) if name == "__deepcopy__" else out
 
     def _refused(
         self, func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], refused: RefusedError
@@ -369,17 +400,26 @@ class Around:
     def _check_factor(self, one: Any, other: Any) -> None:
         for value, factor in ((one, other), (other, one)):
             if isinstance(factor, float) and 0 < factor < 1 and abs(1 / factor - round(1 / factor)) < 1e-9 / factor:
-                self._check_divisor(value, round(1 / factor))
+                is_any = round(factor, 6) == factor  # such as 0.1
+                self._check_divisor(value, round(1 / factor), set() if is_any else self.comm.caches.of(_Fields).sizes)
 
-    def _check_divisor(self, value: Any, divisor: Any) -> None:
-        """Refuse to divide a sum over own rows by their number, which a script may know from a mask of the graph."""
+    def _check_divisor(self, value: Any, divisor: Any, sizes: Set[int] = frozenset()) -> None:
+        """Refuse to divide a sum over rows by how many are own, which a script may know from a mask of the graph.
+
+        Args:
+            sizes: numbers of own rows besides those that ``len`` and ``int`` have given away.
+        """
         mixture = self.marks.mixtures.get(value) if isinstance(value, Tensor) else None
         is_number = not isinstance(divisor, Tensor) or (divisor.dim() == 0 and not divisor.requires_grad)
-        if mixture is None or not mixture.is_sum or not is_number or self.comm.size == 1:
+        is_whole = isinstance(value, Tensor) and value in self.marks.whole
+        if not is_number or self.comm.size == 1 or not (is_whole or (mixture is not None and mixture.is_sum)):
             return
-        counts = {*self.comm.caches.of(_Fields).counts, *(of.count for of in self.marks.known)}
+        counts = self.comm.caches.of(_Fields).counts | sizes
+        if mixture is not None:
+            counts |= {of.count for of in self.marks.known if not of.is_of_edges}
         if float(divisor) > 1 and float(divisor) in counts:
-            raise refusal(f"a sum over own {mixture.of.name} is divided by their number, {float(divisor):g}", AROUND)
+            of = "rows" if mixture is None else f"own {mixture.of.name}"
+            raise refusal(f"a sum over {of} is divided by the number on this rank, {float(divisor):g}", AROUND)
 
     def _sums_in(self, tensors: list[Tensor]) -> list[Mixture] | None:
         """The sums over own rows among `tensors`; `None` if there are none, or single rows or other mixtures beside."""
@@ -402,8 +442,8 @@ class Around:
 
     def _without_counts(self, out: Any) -> Any:
         if isinstance(out, OwnCount):
-            self.comm.caches.of(_Fields).counts.add(out.own)
-            return out.own
+            self.comm.caches.of(_Fields).sizes.add(out.own)
+            return own_number(out.own)
         if isinstance(out, tuple) and any(isinstance(one, OwnCount) for one in out):
             return torch.Size([self._without_counts(one) for one in out])
         return out
@@ -420,12 +460,14 @@ class _Fields:
 
     Attributes:
         around: follows them, once one is asked for.
-        counts: whole numbers made of the rows of this rank that a script has been told.
+        counts: whole numbers made of the rows of this rank that a script has been told, by ``len`` and ``int``.
+        sizes: numbers of own rows that a script has been told as such.
     """
 
     def __init__(self) -> None:
         self.around: Around | None = None
         self.counts: set[int] = set()
+        self.sizes: set[int] = set()
 
 
 def around_of_fields(comm: Ranks) -> Around:

@@ -11,7 +11,7 @@ from shardpass.core.graphs.directory import NodeDirectory, directory_of
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
 from shardpass.core.graphs.embedding import NodeEmbedding, OwnRows, node_embeddings
 from shardpass.core.graphs.gather import gather
-from shardpass.core.graphs.given import LoadedGraphs, mark_fields
+from shardpass.core.graphs.given import LoadedGraphs, as_given, mark_fields
 from shardpass.core.graphs.graph import ShardedGraph
 from shardpass.core.graphs.hetero_graph import ShardedHeteroGraph
 from shardpass.core.graphs.last_node import row_of_last
@@ -38,6 +38,7 @@ __all__ = [
     "ShardedGraph",
     "ShardedHeteroGraph",
     "all_rows",
+    "as_given",
     "build_relation",
     "directory_of",
     "gather",

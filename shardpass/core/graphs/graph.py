@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.exchange import node_set
+from shardpass.core.following import own_number
 from shardpass.core.graphs.batch_index import BatchIndex
 from shardpass.core.graphs.device import require_device
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
@@ -216,12 +217,15 @@ class ShardedGraph:
     @property
     def num_own_nodes(self) -> int:
         """Own nodes of this rank."""
-        return sum(o.num_own(self.comm.rank) for o in self.ownership.values())
+        return self._own_count(o.num_own(self.comm.rank) for o in self.ownership.values())
 
     @property
     def num_own_edges(self) -> int:
         """Own edges of this rank."""
-        return sum(r.shards.num_edges for r in self.relations.values())
+        return self._own_count(r.shards.num_edges for r in self.relations.values())
+
+    def _own_count(self, counts: Iterable[int]) -> int:
+        return sum(counts) if self.comm.size == 1 else own_number(sum(counts))  # type: ignore[no-any-return]
 
     @property
     def total_nodes(self) -> int:

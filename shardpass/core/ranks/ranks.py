@@ -191,7 +191,9 @@ class Ranks(DelegatingCommunicator):
         self.caches = Caches()
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum", label: str = "") -> Tensor:
-        return super().all_reduce(plain_of(tensor), op, label)
+        if isinstance(tensor, FollowedTensor):
+            return tensor.around.reduced(tensor, op, lambda plain: self.all_reduce(plain, op, label))
+        return super().all_reduce(tensor, op, label)
 
     def all_gather(self, tensor: Tensor, label: str = "") -> list[Tensor]:
         return super().all_gather(plain_of(tensor), label)

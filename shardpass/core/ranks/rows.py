@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, Protocol
@@ -44,6 +44,10 @@ class ResultWatch(Protocol):
                 alike, with all of its gradient ("alike", and "sum" if it was given a sum over own rows); or what takes
                 no part in gradients ("number").
         """
+        ...
+
+    def reduced(self, given: Tensor, op: str, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        """What `reduce`, by which a script reduces numbers over ranks itself, makes of a followed tensor."""
         ...
 
     def tell(self, marks: Any, tensor: Tensor) -> None:

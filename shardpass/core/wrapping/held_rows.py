@@ -58,10 +58,10 @@ def _replaced(value: Any, replacement: Callable[[Any], Any]) -> Any:
 
 
 @contextmanager
-def followed_for_hooks(model: nn.Module, around: Around) -> Iterator[None]:
+def followed_for_hooks(model: nn.Module, around: Around, is_on: bool = True) -> Iterator[None]:
     """A block in which the user's forward hooks of modules of `model` are given tensors that are followed."""
     with ExitStack() as before:
-        for module in model.modules():
+        for module in model.modules() if is_on else ():
             for hooks in torch_private.forward_hooks(module):
                 for key, hook in hooks.items():
                     if not _is_of_engine(hook):

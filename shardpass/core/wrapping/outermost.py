@@ -264,7 +264,7 @@ class OutermostCall:
                 follower.module(self.is_known(self.model)),
                 known_modules(self.model, self.is_known, follower),
                 followed_hooks(self.model, follower, functions.block),
-                followed_for_hooks(self.model, around := Around(functions, self.comm)),
+                followed_for_hooks(self.model, around := Around(functions, self.comm), self.comm.size > 1),
             ):
                 with follower.paused():
                     while self._taken:

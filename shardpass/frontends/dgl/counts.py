@@ -90,7 +90,7 @@ def _differs(what: str) -> Exception:
 
 
 class InDegrees(Tensor):
-    """In-degrees of own nodes. Whether any is zero is answered for the whole graph.
+    """In-degrees of own nodes. Whether any is zero is answered for the whole graph. A script computes with `given`.
 
     Layers raise ``if (graph.in_degrees() == 0).any()``, and a model may branch by it, which all ranks must do alike.
     """
@@ -99,12 +99,14 @@ class InDegrees(Tensor):
     """`None` once a model has written into them."""
     asks: bool
     """Whether the entries say which degrees are zero."""
+    given: Tensor | None
+    """The same as code outside of models gets it."""
 
     @staticmethod
-    def of(degrees: Tensor, any_is_zero: bool, asks: bool = False) -> Any:
+    def of(degrees: Tensor, any_is_zero: bool, asks: bool = False, given: Tensor | None = None) -> Any:
         """The degrees, of which some on some rank is zero or none is."""
         found = degrees.as_subclass(InDegrees)
-        found.any_is_zero, found.asks = any_is_zero, asks
+        found.any_is_zero, found.asks, found.given = any_is_zero, asks, given
         return found
 
     @classmethod
@@ -117,10 +119,14 @@ class InDegrees(Tensor):
                 return func(*args, **(kwargs or {}))
             if degrees.asks and name == "any" and len(args) == 1 and not kwargs:
                 return torch.tensor(degrees.any_is_zero, device=degrees.device)
+            is_question = name in ("eq", "__eq__") and not degrees.asks and args[1:] == (0,)
+        if degrees.given is not None and not is_question:
+            return func(*(degrees.given if one is degrees else one for one in args), **(kwargs or {}))
+        with torch_private.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
             if out is degrees or name == "__setitem__":
                 degrees.any_is_zero = None
-            elif name in ("eq", "__eq__") and not degrees.asks and args[1:] == (0,):
+            elif is_question:
                 return InDegrees.of(out, degrees.any_is_zero, asks=True)
             return out
 

@@ -111,6 +111,7 @@ class Frame(LazyFields):
         stored: the fields of the graph's store. Each is read when it is first asked for.
         hidden: as of `LazyFields`.
         check: refuses a tensor whose rows are known to be others.
+        given: makes of a field what a script reads.
     """
 
     def __init__(
@@ -121,9 +122,10 @@ class Frame(LazyFields):
         stored: Mapping[str, Tensor],
         hidden: frozenset[str] = frozenset(),
         check: Callable[[Tensor], None] = lambda rows: None,
+        given: Callable[[Tensor], Tensor] = lambda rows: rows,
     ) -> None:
         super().__init__(stored, lambda rows: rows, hidden=hidden)
-        self.num_rows, self.total, self.what, self._check = num_rows, total, what, check
+        self.num_rows, self.total, self.what, self._check, self._given = num_rows, total, what, check, given
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_rows} {self.what}: {', '.join(self)})"
@@ -151,7 +153,7 @@ class Frame(LazyFields):
                 f"Expect number of features to match number of {self.what} (len(u)). Got {rows} and {self.num_rows} "
                 f"instead: field {name!r} must have a row for each of this rank's own {self.what}"
             )
-        super().__setitem__(name, value)
+        super().__setitem__(name, self._given(value))
 
     def clone(self, kind: type[Frame] | None = None) -> Frame:
         """Another frame of the same tensors: what is set in one is not seen in the other.
@@ -159,7 +161,8 @@ class Frame(LazyFields):
         Args:
             kind: its class; `None` means the same class.
         """
-        other = (kind or type(self))(self.num_rows, self.total, self.what, self._rows, self.hidden, self._check)
+        kind = kind or type(self)
+        other = kind(self.num_rows, self.total, self.what, self._rows, self.hidden, self._check, self._given)
         other._own, other._gone = dict(self._own), set(self._gone)
         return other
 

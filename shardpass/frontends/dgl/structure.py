@@ -197,5 +197,5 @@ def frame_of(part: Nodes | Edges, id_field: str, hidden: frozenset[str]) -> Fram
     given = part.fields.followed if isinstance(part.fields, OwnFields) else lambda rows: rows
     stored = ChainMap(ids, LazyFields(part.fields, given))
     if isinstance(part, Nodes):
-        return Frame(part.num, part.total, "nodes", stored, hidden)
-    return Frame(part.num, part.total, "edges", stored, hidden, part.check)
+        return Frame(part.num, part.total, "nodes", stored, hidden, given=given)
+    return Frame(part.num, part.total, "edges", stored, hidden, part.check, given)

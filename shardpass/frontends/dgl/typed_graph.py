@@ -8,7 +8,7 @@ import torch
 from dgl import DGLError
 from torch import Tensor
 
-from shardpass.core.graphs import require_device
+from shardpass.core.graphs import as_given, require_device
 from shardpass.core.ranks import HoldsEdges, Ranks, RowSet, unfollowed
 from shardpass.frontends.dgl.chosen import chosen_rows
 from shardpass.frontends.dgl.closed import Closed
@@ -174,7 +174,9 @@ class TypedGraph(Closed, HoldsEdges):
         """In-degrees of own destination nodes, ``[num_own]`` int64, or of those that the mask `v` picks."""
         edges = self._edges[self.to_canonical_etype(etype)]
         if is_all(v):
-            degrees = InDegrees.of(edges.in_degrees.clone(), edges.leaves_out)
+            degrees = edges.in_degrees.clone()
+            given = None if self.comm.forward else as_given(degrees, self.comm, is_kept=True)
+            degrees = InDegrees.of(degrees, edges.leaves_out, given=given)
             self.comm.mark_rows(degrees, edges.plan.dst_set)
             return degrees
         return self._of_chosen(edges.in_degrees, v, edges.plan.dst_set, "graph.in_degrees(v)")
@@ -186,7 +188,7 @@ class TypedGraph(Closed, HoldsEdges):
         if is_all(u):
             degrees = edges.out_degrees.clone()
             self.comm.mark_rows(degrees, edges.plan.source_set)
-            return degrees
+            return degrees if self.comm.forward else as_given(degrees, self.comm, is_kept=True)
         return self._of_chosen(edges.out_degrees, u, edges.plan.source_set, "graph.out_degrees(u)")
 
     def _of_chosen(self, degrees: Tensor, given: Any, of: RowSet, call: str) -> Tensor:
