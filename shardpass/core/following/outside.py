@@ -9,7 +9,7 @@ raised when backward comes to it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.core.following.follow import FollowRows
+from shardpass.core.following.followed_output import FollowedOutput, named
 from shardpass.core.following.functions import ADDS, READS, FollowFunctions
 from shardpass.core.following.gradients import follow_function
 from shardpass.core.following.marks import Marks
+from shardpass.core.following.own_counts import OwnCounts
 from shardpass.core.following.own_numbers import own_number
 from shardpass.core.following.refusals import (
-    AROUND,
     NUMBERS,
     SUMS,
     Mixture,
@@ -34,9 +35,8 @@ from shardpass.core.following.refusals import (
 )
 from shardpass.core.following.row_count import OwnCount, leaves_of
 from shardpass.core.following.rows import Rows
-from shardpass.core.following.user_line import given_to, is_asked_by, user_line
+from shardpass.core.following.user_line import given_to, user_line
 from shardpass.core.ranks import (
-    FollowedTensor,
     Gives,
     Ranks,
     RowSet,
@@ -47,58 +47,11 @@ from shardpass.core.ranks import (
 )
 from shardpass.errors import RefusedError
 
-_DIVIDES = frozenset("__truediv__ __itruediv__ div div_ divide true_divide".split())
-_MULTIPLIES = frozenset("__mul__ __rmul__ __imul__ mul mul_ multiply".split())
-_NOTE = "shardpass"
 _IN_PLACE = "__iadd__ __isub__ __imul__ __itruediv__ __ipow__ __iand__ __ior__ __ixor__".split()
 _ADDS_ROWS_INTO = frozenset("index_add_ scatter_add_ scatter_reduce_ index_reduce_".split())
 _TAKES_DTYPE = frozenset(["to", "type_as"])
 _SHOWS = frozenset(["__repr__", "__format__"])
 _RUNS_AS_IT_IS = _SHOWS.union(["__deepcopy__", "__reduce_ex__"])
-
-
-class FollowedOutput(FollowedTensor):
-    """What a wrapped model returned, or what was made of it: another name for the tensor `plain`."""
-
-    @property
-    def around(self) -> Around:  # type: ignore[override]
-        return self._held()[0]
-
-    @property
-    def plain(self) -> Tensor:  # type: ignore[override]
-        return self._held()[1]
-
-    def _held(self) -> tuple[Around, Tensor]:
-        held: tuple[Around, Tensor] | None = vars(self).get("held")
-        with torch_private.DisableTorchFunctionSubclass():
-            node = self.grad_fn
-            if held is None or (torch_private.function_of(node) is not None and vars(self).get("node") is not node):
-                held, self.node = _held_after_function(self, held), node
-                self.held = held
-        return held
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves = leaves_of((args, [*(kwargs or {}).values()]))
-        around = next(leaf.around for leaf in leaves if isinstance(leaf, FollowedOutput))
-        if func is Tensor.size and around.comm.forward is None and is_asked_by(torch_private.VMAP_SIZES):
-            raise RefusedError(
-                f"{user_line()}: a functional transform outside of the model hides from shardpass what is computed of "
-                f"rows. Write the function for all rows at once, or call it in a method of the model"
-            )
-        return around.run(func, args, kwargs or {})
-
-
-def _held_after_function(out: FollowedOutput, held: tuple[Around, Tensor] | None) -> tuple[Around, Tensor]:
-    """What `out` holds, which a `torch.autograd.Function` has returned: made in its forward, or given to it."""
-    plain = out.as_subclass(Tensor)
-    before = [] if out.grad_fn is None else [_notes(node) for node, _ in out.grad_fn.next_functions if node is not None]
-    given = [notes[_NOTE] for notes in before if _NOTE in notes]
-    if held is None:
-        held = next((one for one in given if one[1].data_ptr() == plain.data_ptr()), None)
-    around, like = held or (given[0][0], None)
-    around.note_function(out, plain, like)
-    return around, plain
 
 
 class Around:
@@ -181,14 +134,7 @@ class Around:
         mixture = self.marks.mixtures.get(tensor)
         if op == "sum" and mixture is not None and not mixture.is_sum:
             raise refusal(f"`{mixture.name}` makes no sum of the {mixture.of.name}", SUMS, mixture.line)
-        out = reduce(tensor)
-        if tensor.requires_grad and torch.is_grad_enabled():
-            self.marks.refused[out] = RefusedError(
-                f"{user_line()}: comm.all_reduce gives no gradients. Use shardpass.all_reduce_sum of a sum over own "
-                f"rows, or give it what is detached"
-            )
-            return self.followed(out)  # type: ignore[no-any-return]
-        return out
+        return reduce(tensor)
 
     def met(self, value: Tensor) -> Tensor:
         """See `ResultWatch.met`."""
@@ -202,13 +148,7 @@ class Around:
     def _named(self, leaf: Any) -> Any:
         if type(leaf) is not Tensor or leaf.layout is not torch.strided:
             return leaf
-        with torch_private.DisableTorchFunctionSubclass():
-            named: FollowedOutput = leaf.as_subclass(FollowedOutput)
-            named.held = self, leaf
-            if named.grad_fn is not None:
-                _notes(named.grad_fn)[_NOTE] = named.held
-                named.grad_fn.register_prehook(_plain_gradients)  # of a Function that has kept what it was given
-        return named
+        return named(leaf, self)
 
     def note_function(self, out: Tensor, plain: Tensor, like: Tensor | None) -> None:
         """Note that a `torch.autograd.Function` has returned `out`, whose other name is `plain`.
@@ -277,7 +217,7 @@ class Around:
             _raise_in_backward(one, refused)
         if not found and (name in READS or not self._refused_in(given)):
             if isinstance(out, int):
-                self.comm.caches.of(_Fields).counts.add(out)
+                self.comm.caches.of(OwnCounts).counts.add(out)
             self._warn(refused)
         return self.followed(out)
 
@@ -348,10 +288,8 @@ class Around:
         self, func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], near: list[RowSet]
     ) -> Any:  # fmt: skip
         sums = self._sums_in(given) if name in ADDS else None
-        if name in _DIVIDES:
-            self._check_divisor(*args)
-        elif name in _MULTIPLIES:
-            self._check_factor(*args)
+        if self.comm.size > 1:
+            self.comm.caches.of(OwnCounts).check(name, args, self.marks)
         if any(type(one) not in (Tensor, nn.Parameter) for one in given):
             self.marks.check_result(given)  # what the engine has made, such as the numbers of nodes, knows its rows
             out = func(*args, **kwargs)
@@ -360,7 +298,7 @@ class Around:
             with self._block(near):
                 out = func(*args, **kwargs)
         if name == "__len__":
-            self.comm.caches.of(_Fields).counts.add(out)
+            self.comm.caches.of(OwnCounts).counts.add(out)
         for one in _tensors_in(out):
             mixture = self.marks.mixtures.get(one)
             if mixture is not None and sums is not None:
@@ -397,30 +335,6 @@ class Around:
     def _refused_in(self, tensors: list[Tensor]) -> RefusedError | None:
         return next((self.marks.refused[one] for one in tensors if one in self.marks.refused), None)
 
-    def _check_factor(self, one: Any, other: Any) -> None:
-        for value, factor in ((one, other), (other, one)):
-            if isinstance(factor, float) and 0 < factor < 1 and abs(1 / factor - round(1 / factor)) < 1e-9 / factor:
-                is_any = round(factor, 6) == factor  # such as 0.1
-                self._check_divisor(value, round(1 / factor), set() if is_any else self.comm.caches.of(_Fields).sizes)
-
-    def _check_divisor(self, value: Any, divisor: Any, sizes: Set[int] = frozenset()) -> None:
-        """Refuse to divide a sum over rows by how many are own, which a script may know from a mask of the graph.
-
-        Args:
-            sizes: numbers of own rows besides those that ``len`` and ``int`` have given away.
-        """
-        mixture = self.marks.mixtures.get(value) if isinstance(value, Tensor) else None
-        is_number = not isinstance(divisor, Tensor) or (divisor.dim() == 0 and not divisor.requires_grad)
-        is_whole = isinstance(value, Tensor) and value in self.marks.whole
-        if not is_number or self.comm.size == 1 or not (is_whole or (mixture is not None and mixture.is_sum)):
-            return
-        counts = self.comm.caches.of(_Fields).counts | sizes
-        if mixture is not None:
-            counts |= {of.count for of in self.marks.known if not of.is_of_edges}
-        if float(divisor) > 1 and float(divisor) in counts:
-            of = "rows" if mixture is None else f"own {mixture.of.name}"
-            raise refusal(f"a sum over {of} is divided by the number on this rank, {float(divisor):g}", AROUND)
-
     def _sums_in(self, tensors: list[Tensor]) -> list[Mixture] | None:
         """The sums over own rows among `tensors`; `None` if there are none, or single rows or other mixtures beside."""
         found = [mixture for one in tensors if (mixture := self.marks.mixtures.get(one)) is not None]
@@ -442,7 +356,7 @@ class Around:
 
     def _without_counts(self, out: Any) -> Any:
         if isinstance(out, OwnCount):
-            self.comm.caches.of(_Fields).sizes.add(out.own)
+            self.comm.caches.of(OwnCounts).sizes.add(out.own)
             return own_number(out.own)
         if isinstance(out, tuple) and any(isinstance(one, OwnCount) for one in out):
             return torch.Size([self._without_counts(one) for one in out])
@@ -456,18 +370,10 @@ class Around:
 
 
 class _Fields:
-    """What follows the fields of the graphs of a run.
-
-    Attributes:
-        around: follows them, once one is asked for.
-        counts: whole numbers made of the rows of this rank that a script has been told, by ``len`` and ``int``.
-        sizes: numbers of own rows that a script has been told as such.
-    """
+    """Holds what follows the fields of the graphs of a run, once one is asked for."""
 
     def __init__(self) -> None:
         self.around: Around | None = None
-        self.counts: set[int] = set()
-        self.sizes: set[int] = set()
 
 
 def around_of_fields(comm: Ranks) -> Around:
@@ -505,11 +411,3 @@ def _raise_in_backward(tensor: Tensor, refused: RefusedError) -> None:
 
     if tensor.requires_grad:
         tensor.register_hook(refuse)
-
-
-def _notes(node: Any) -> dict[str, Any]:
-    return node.metadata  # type: ignore[no-any-return]
-
-
-def _plain_gradients(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(map(plain_of, gradients))

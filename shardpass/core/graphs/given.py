@@ -9,7 +9,7 @@ from weakref import WeakSet
 from torch import Tensor
 
 from shardpass.core.following import FollowRows, around_of_fields
-from shardpass.core.ranks import FollowedTensor, Ranks
+from shardpass.core.ranks import FollowedTensor, Ranks, torch_private
 
 
 class LoadedGraphs:
@@ -43,9 +43,9 @@ def as_given(field: Tensor, comm: Ranks, is_kept: bool = False) -> Tensor:
     """
     if comm.size == 1 or (not is_kept and (comm.forward is not None or comm.met is not None)):
         return field
-    around = around_of_fields(comm)
-    if isinstance(field, FollowedTensor):
+    if isinstance(field, FollowedTensor) or torch_private.is_in_backward():  # which runs code of a model again
         return field
+    around = around_of_fields(comm)
     if field not in around.marks.rows:
         mark_fields(around.follower, comm)
     return around.followed(field)  # type: ignore[no-any-return]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from shardpass.core.ranks import torch_private
 from shardpass.core.ranks.caches import Caches
 from shardpass.core.ranks.ordinary import ordinary_tensors
 from shardpass.core.ranks.rows import FollowedTensor, Gives, ResultWatch, RowSet, RowWatch, plain_of
+from shardpass.errors import RefusedError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -158,6 +159,21 @@ def takes_followed(gives: Gives = "rows") -> Callable[[Function], Function]:
     return decorated
 
 
+class _NotDifferentiable(torch.autograd.Function):
+    """Gives `out`, made of `tensor` in a way that has no backward, so that a loss which it is a part of says so."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, out: Tensor) -> Tensor:
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
+        raise RefusedError(
+            "backward comes to a result of comm.all_reduce, which gives no gradients. Use shardpass.all_reduce_sum of "
+            "a sum over own rows, or give comm.all_reduce what is detached"
+        )
+
+
 class Ranks(DelegatingCommunicator):
     """One rank's end of a group of ranks, with the forward pass that is in progress.
 
@@ -193,7 +209,10 @@ class Ranks(DelegatingCommunicator):
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum", label: str = "") -> Tensor:
         if isinstance(tensor, FollowedTensor):
             return tensor.around.reduced(tensor, op, lambda plain: self.all_reduce(plain, op, label))
-        return super().all_reduce(tensor, op, label)
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return super().all_reduce(tensor, op, label)
+        reduced: Tensor = _NotDifferentiable.apply(tensor, super().all_reduce(tensor.detach(), op, label))
+        return reduced
 
     def all_gather(self, tensor: Tensor, label: str = "") -> list[Tensor]:
         return super().all_gather(plain_of(tensor), label)
