@@ -28,7 +28,12 @@ class Net(nn.Module):
         self.rate = nn.Parameter(torch.ones(()))
 
     def forward(self, x, edges):
-        return self.last(self.first(x, edges).tanh(), edges)
+        self.hidden = self.first(x, edges)
+        self.layers = [self.hidden.tanh()]
+        return self.last(self.layers[0], edges)
+
+    def decode(self, z):
+        return z.sigmoid()
 
     def penalised(self, x, edges):
         return self(x, edges), self.head.weight.square().sum()
@@ -46,6 +51,8 @@ def _model():
 MODEL = _model()
 OTHER = nn.Linear(8, 3).double()
 MASKED = int(GRAPH.node["m"].sum())
+COUNTS = sorted({int(count) for owner in OWNERS.values() for count in owner.bincount() if count > 1})
+"""As many rows or columns as some rank has nodes."""
 
 
 class Task:
@@ -166,6 +173,35 @@ def adversarial(t, step):
     return t.loss(t.model(t.x + step(slope), t.graph))
 
 
+def to_prototypes(t, count):
+    prototypes = torch.linspace(-1, 1, count * 8).double().view(count, 8)
+    near = (t.z[:, None] - prototypes).square().sum(2).amin(1)
+    return t.mean((t.z @ prototypes.t()).logsumexp(1) + near)
+
+
+def to_candidates(t):
+    ids = torch.arange(0, 12, 3)
+    candidates = t.z[ids] if t.comm is None else sp.rows(t.graph, t.z, ids)
+    return t.mean((t.z @ candidates.t()).logsumexp(1))
+
+
+def reduced(t, own):
+    return own if t.comm is None else t.comm.all_reduce(own, "sum") / t.comm.size
+
+
+def caught(t, names, loss):
+    """A loss of what forward hooks of modules have caught."""
+    found = {}
+    for name in names:
+        getattr(t.model, name).register_forward_hook(lambda module, given, out, name=name: found.update({name: out}))
+    return t.loss(t.model(t.x, t.graph)) + loss(*(found[name] for name in names))
+
+
+def in_third_call(t, loss):
+    t.model(t.x, t.graph)
+    return loss(t.model(t.x, t.graph))
+
+
 def teacher(t):
     other = copy.deepcopy(MODEL)
     if t.comm is not None:
@@ -212,6 +248,16 @@ EXACT = {
     "rows in a memory": lambda t: kept(t, t.z),
     "in place": in_place,
     "a scaled loss": with_scaler,
+    "as many prototypes as own rows": lambda t: sum(to_prototypes(t, count) for count in COUNTS),
+    "candidates of all ranks": to_candidates,
+    "sums of classes that are added": lambda t: (
+        t.loss(t.z) + t.alike(t.added(torch.zeros(4, 8).double().index_add(0, t.y.remainder(4), t.z)).square().sum())
+    ),
+    "a loss times the value of another": lambda t: t.loss(t.z) + t.mean(t.z.square()) * t.loss(t.z).detach(),
+    "what the model keeps": lambda t: t.loss(t.z) + t.mean(t.model.hidden.abs()) + t.model.layers[0].square().sum(),
+    "what hooks catch": lambda t: caught(t, ["first", "last"], lambda a, b: t.mean((a * b).abs())),
+    "the third call": lambda t: in_third_call(t, lambda z: t.mean(z.square())),
+    "what a method makes of rows": lambda t: t.mean(t.model.decode(t.z)),
     "differences along edges": lambda t: (t.z[t.graph[0] if t.comm is None else t.graph.edge_index[0]]).square().sum(),
 }
 CENTRES = nn.Parameter(torch.zeros(4, 8).double())
@@ -271,6 +317,18 @@ REFUSED = {
     "a mean that a function returns": lambda t: SameRows.apply(t.z.mean(0)).square().sum(),
     "a function whose gradient mixes rows": lambda t: t.mean(Centred.apply(t.z).square()),
     "another module": lambda t: t.mean(OTHER(t.z).square()),
+    "what the model keeps, in a mean": lambda t: t.loss(t.z) + t.model.hidden.mean(0).square().sum(),
+    "a list that the model keeps, in a mean": lambda t: t.loss(t.z) + t.model.layers[0].mean(0).square().sum(),
+    "what a hook catches, in a mean": lambda t: caught(t, ["first"], lambda h: h.mean(0).square().sum()),
+    "a mean in the third call": lambda t: in_third_call(t, lambda z: z.mean(0).square().sum()),
+    "what a method makes of rows, in a mean": lambda t: t.model.decode(t.z).mean(),
+    "a sum over columns by vmap": lambda t: torch.vmap(lambda c: c.square().mean(), in_dims=1)(t.z).sum(),
+    "weights by a mean of means": lambda t: t.mean(t.z.square().sum(1) * reduced(t, t.x[:, 0].mean())),
+    "a sum of ours over one more than own rows": lambda t: (
+        (t.z.square().sum() if t.comm is None else sp.sum(t.z.square().sum(1), None, t.comm)) / (t.z.size(0) + 1)
+    ),
+    "a mean times a root of their number": lambda t: t.mean(t.z.square()) * t.z.shape[0] ** 0.5,
+    "a mean over a floating point number of them": lambda t: t.mean(t.z.square()) * (1.0 / len(t.z)),
     "divided by the largest": lambda t: t.mean(t.z / t.z.abs().max()),
 }
 
@@ -320,6 +378,7 @@ def _accuracy(t, out):
 READ = {
     "an accuracy of own rows": (_accuracy, "`mean` puts rows together"),
     "a number of own rows": (lambda t, out: (out.argmax(1) == t.y).sum().item(), "`sum` puts rows together"),
+    "an accuracy in a text": (lambda t, out: f"{(out.argmax(1) == t.y).double().mean():.3f}", "`mean` puts rows"),
     "a branch": (lambda t, out: bool(out.max() > 0), "`max` puts rows together"),
     "rows in numpy": (lambda t, out: out.numpy(), "`numpy` takes nodes out of torch"),
     "rows in lists": (lambda t, out: out.tolist(), "`tolist` takes nodes out of torch"),
@@ -378,5 +437,17 @@ def test_a_sum_over_own_rows_that_is_divided_by_their_number_is_refused(ranks):
         for count in (int(task.m.sum()), task.m.sum(), task.m.numel(), losses.size(0), len(losses)):
             with pytest.raises(RefusedError, match=r"is divided by their number|made of how many rows"):
                 (losses.sum() / count).backward()
+
+    run(work, ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_loss_reduced_by_hand_has_no_gradients(ranks):
+    def work(comm):
+        task = Task(comm)
+        total = comm.all_reduce(task.z.square().sum(), "sum")
+        assert total.item() > 0
+        with pytest.raises(RefusedError, match=r"comm\.all_reduce, which gives no gradients"):
+            (task.loss(task.z) + total).backward()
 
     run(work, ranks)

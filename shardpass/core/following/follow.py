@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from shardpass.core.following.call import Found, Made
 from shardpass.core.following.draws import ForwardDraws, draws
 from shardpass.core.following.judge import verdict_of
-from shardpass.core.following.kinds import product
+from shardpass.core.following.kinds import distances, product
 from shardpass.core.following.marks import Marks
 from shardpass.core.following.operation import SOFTMAX, VIEWS_IN_PLACE, Operation, needs_values
 from shardpass.core.following.origin import Origin
+from shardpass.core.following.places import searched
 from shardpass.core.following.refusals import MAX_NORM, NUMBERS, SUMS, Mixture, check_plain, failure, refusal
 from shardpass.core.following.row_count import RowCount
 from shardpass.core.following.rows import Rows
@@ -40,6 +41,8 @@ _TAKES_NO_SIZES = frozenset(getattr(torch.ops.aten, name) for name in "_to_copy 
 """What C++ calls by itself, as a cast or to put messages together, and what depends on no number that it is given."""
 _CHECKS = {torch.ops.aten._is_all_true: ("torch.distributions.",), torch.ops.aten.any: ("torch.nn.functional",)}
 """What code of torch checks the values of its arguments by, and which code."""
+_COMPARES = (product, distances, searched)
+"""Kinds of operations that put each row of one operand beside all of another."""
 _LOSSES = frozenset("cross_entropy binary_cross_entropy binary_cross_entropy_with_logits kl_div".split())
 _BAGS = frozenset([torch.ops.aten._embedding_bag, torch.ops.aten._embedding_bag_forward_only])
 _LOOK_UPS = _BAGS | {torch.ops.aten.embedding}
@@ -401,7 +404,7 @@ class FollowRows(torch_private.TorchDispatchMode):
         )
 
     def _operands(self, func: Any, leaves: list[Any]) -> dict[int, Rows]:
-        is_of_script = self.marks.is_around and (is_pointwise(func) or rule_of(func) is product)
+        is_of_script = self.marks.is_around and (is_pointwise(func) or rule_of(func) in _COMPARES)
         if is_of_script:  # what stands beside rows there tells where a tensor of a script's own has rows
             self.marks.recognise_told(leaves)
         elif self._functions and not self.marks.is_around:
@@ -422,13 +425,14 @@ class FollowRows(torch_private.TorchDispatchMode):
         fetched = [i for i, rows in found.items() if rows.of.is_fetched]
         if not own or not fetched:
             return found
-        from_end = {rows.dim - leaves[i].dim() for i, rows in own.items()}
-        contracted = {-1: -2, -2: -1}
-        for i in fetched:
-            dim = found[i].dim - leaves[i].dim()
-            if (dim if is_pointwise(func) else contracted.get(dim)) not in from_end:
-                del found[i]
-        return found
+        places = {i: rows.dim - leaves[i].dim() for i, rows in found.items()}
+        if not is_pointwise(func):  # a product, which puts columns of the left beside rows of the right
+            right = max(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+            beside_left = {-2: -1, -1: 0} if rule_of(func) is product else {-2: 0}  # 0: beside none
+            if leaves[right].dim() > 1 and right in places:
+                places[right] = beside_left.get(places[right], places[right])
+        beside = {places[i] for i in own}
+        return {i: rows for i, rows in found.items() if i not in fetched or places[i] in beside}
 
     @staticmethod
     def _copies(leaves: list[Any], rows: dict[int, Rows]) -> dict[int, Tensor]:

@@ -33,6 +33,7 @@ _SCATTERS = frozenset(
     ]
 )  # fmt: skip
 _ADDS = frozenset([ATEN.scatter_add, ATEN.index_add])
+"""What adds to places in a new tensor."""
 _GATHERS: dict[Any, Callable[..., tuple[int, Tensor]]] = {
     ATEN.index_select: lambda table, dim, index: (dim, index),
     ATEN.gather: lambda table, dim, index, *_: (dim, index),
@@ -92,7 +93,7 @@ class Operation(Joins):
         if packet in _REAL_OR_COMPLEX:
             return self._mark([self.first])
         if packet in _FACTORIES:
-            return self._note_plain()
+            return self._note_plain(Origin.ZEROS if packet is ATEN.new_zeros else Origin.CONSTANT)
         if packet is ATEN.empty_like:
             return self._mark([replace(self.first, points_to=None)])
         if packet is ATEN.index and self._index():

@@ -45,9 +45,9 @@ class Primitive:
         """Where an operand holds rows."""
         return next((self.rows[i] for i, leaf in enumerate(self.leaves) if leaf is value and i in self.rows), None)
 
-    def _note_plain(self) -> None:
+    def _note_plain(self, origin: Origin = Origin.CONSTANT) -> None:
         for out in self.outs:
-            self.marks.origins[out] = Origin.CONSTANT
+            self.marks.origins[out] = origin
 
     def _mark(self, found: Sequence[Found], outs: list[Tensor] | None = None) -> None:
         """Note where the results, or `outs` of them, hold rows; without rows they were made of several."""

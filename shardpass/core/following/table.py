@@ -39,7 +39,7 @@ _KINDS: dict[Rule, str] = {
     ),
     kinds.patches: "im2col col2im",
     kinds.three_factors: "_trilinear",
-    kinds.distances: "_cdist_forward",
+    kinds.distances: "_cdist_forward _euclidean_dist",
     kinds.layer_norm: "native_layer_norm _fused_rms_norm",
     kinds.group_norm: "native_group_norm",
     kinds.batch_norm: (

@@ -55,7 +55,7 @@ from shardpass.core.ranks.random import (
     seed,
     set_random_state,
 )
-from shardpass.core.ranks.ranks import KeptCalls, Ranks, require_ranks, takes_followed, unfollowed
+from shardpass.core.ranks.ranks import KeptCalls, Ranks, SummedModels, require_ranks, takes_followed, unfollowed
 from shardpass.core.ranks.rows import (
     FollowedTensor,
     Gives,
@@ -97,6 +97,7 @@ __all__ = [
     "ResultWatch",
     "RowSet",
     "RowWatch",
+    "SummedModels",
     "TensorInfo",
     "agree",
     "all_reduce_sum",

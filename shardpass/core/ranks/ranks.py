@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NoReturn, Protocol, TypeVar, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -159,6 +160,17 @@ def takes_followed(gives: Gives = "rows") -> Callable[[Function], Function]:
     return decorated
 
 
+class SummedModels:
+    """The models of a run whose gradients backward sums over ranks."""
+
+    def __init__(self) -> None:
+        self.models: WeakSet[nn.Module] = WeakSet()
+
+    def have_gradient(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is the gradient of a parameter of theirs."""
+        return any(tensor is parameter.grad for model in self.models for parameter in model.parameters())
+
+
 class _NotDifferentiable(torch.autograd.Function):
     """Gives `out`, made of `tensor` in a way that has no backward, so that a loss which it is a part of says so."""
 
@@ -207,6 +219,11 @@ class Ranks(DelegatingCommunicator):
         self.caches = Caches()
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum", label: str = "") -> Tensor:
+        if op == "sum" and not label and self.caches.of(SummedModels).have_gradient(tensor):
+            raise RefusedError(
+                "comm.all_reduce is given the gradient of a wrapped model, which backward has summed over ranks. Leave "
+                "it out: every rank has the gradient of the whole graph"
+            )
         if isinstance(tensor, FollowedTensor):
             return tensor.around.reduced(tensor, op, lambda plain: self.all_reduce(plain, op, label))
         if not (tensor.requires_grad and torch.is_grad_enabled()):

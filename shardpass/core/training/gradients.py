@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardpass.core.ranks import (
     ParameterCopies,
     Ranks,
+    SummedModels,
     agree,
     begin_call,
     is_parameter,
@@ -87,12 +88,14 @@ class GradientSums:
         self.comm, self.waits, self.is_left = comm, False, False
         self._copies: list[tuple[Any, Tensor, ParameterCopies]] = []  # of parts, and of the whole model
         self._held: Any = torch_private.WeakTensorKeyDictionary()
+        comm.caches.of(SummedModels).models.add(model)
         for _, _, parameter in _places(model):
             _note_summed(parameter)
 
     def leave(self, model: nn.Module) -> None:
         """Leave gradients to `sync_gradients`, since `model` shares its parameters with one that is not wrapped."""
         self.is_left = True
+        self.comm.caches.of(SummedModels).models.discard(model)
         for _, _, parameter in _places(model):
             del parameter.shardpass_summed  # type: ignore[attr-defined]
 
