@@ -19,18 +19,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from shardpass.core.following.call import Found, Made
 from shardpass.core.following.draws import ForwardDraws, draws
-from shardpass.core.following.judge import verdict_of
-from shardpass.core.following.kinds import distances, product
+from shardpass.core.following.look_ups import BAGS, check_look_up
 from shardpass.core.following.marks import Marks
+from shardpass.core.following.operands import marked_rows, mix, mixture_of, rows_of_operands
 from shardpass.core.following.operation import SOFTMAX, VIEWS_IN_PLACE, Operation, needs_values
 from shardpass.core.following.origin import Origin
-from shardpass.core.following.places import searched
-from shardpass.core.following.refusals import MAX_NORM, NUMBERS, SUMS, Mixture, check_plain, failure, refusal
+from shardpass.core.following.refusals import MAX_NORM, NUMBERS, SUMS, check_plain, failure, refusal
 from shardpass.core.following.row_count import RowCount
 from shardpass.core.following.rows import Rows
-from shardpass.core.following.table import is_pointwise, rule_of
 from shardpass.core.following.user_line import is_asked_by, is_called_by, user_line
 from shardpass.core.ranks import RowSet, torch_private
 from shardpass.errors import RefusedError
@@ -41,11 +38,8 @@ _TAKES_NO_SIZES = frozenset(getattr(torch.ops.aten, name) for name in "_to_copy 
 """What C++ calls by itself, as a cast or to put messages together, and what depends on no number that it is given."""
 _CHECKS = {torch.ops.aten._is_all_true: ("torch.distributions.",), torch.ops.aten.any: ("torch.nn.functional",)}
 """What code of torch checks the values of its arguments by, and which code."""
-_COMPARES = (product, distances, searched)
-"""Kinds of operations that put each row of one operand beside all of another."""
 _LOSSES = frozenset("cross_entropy binary_cross_entropy binary_cross_entropy_with_logits kl_div".split())
-_BAGS = frozenset([torch.ops.aten._embedding_bag, torch.ops.aten._embedding_bag_forward_only])
-_LOOK_UPS = _BAGS | {torch.ops.aten.embedding}
+_LOOK_UPS = BAGS | {torch.ops.aten.embedding}
 
 
 @contextmanager
@@ -56,21 +50,6 @@ def unfollowed_anywhere() -> Iterator[None]:
             if isinstance(mode, FollowRows):
                 paused.enter_context(mode.paused())
         yield
-
-
-def _check_look_up(func: Any, weight: Tensor, _: Tensor, __: Any = None, scale_grad_by_freq: bool = False) -> None:
-    """Refuse an embedding whose gradient depends on other rows; and bags, which die of rows that are made up."""
-    if scale_grad_by_freq and weight.requires_grad and torch.is_grad_enabled():
-        raise RefusedError(
-            f"{user_line()}: an embedding with scale_grad_by_freq=True divides its gradient by how often an index "
-            f"occurs among the rows, and a rank counts its own rows only. Leave it out, and divide the rows of the "
-            f"weight's gradient by the counts of the whole graph after sync_gradients"
-        )
-    if func.overloadpacket in _BAGS:
-        raise RefusedError(
-            f"{user_line()}: which rows `embedding_bag` puts together depends on its offsets, so it cannot be "
-            f"followed. Use torch.nn.Embedding, and a sum or mean over the dimension of the bag"
-        )
 
 
 class FollowRows(torch_private.TorchDispatchMode):
@@ -243,14 +222,13 @@ class FollowRows(torch_private.TorchDispatchMode):
 
     def _operation(self, func: Any, args: Any, kwargs: Any, is_unseen: bool) -> Any:
         leaves, structure = torch_private.tree_flatten((args, kwargs))
-        rows = self._operands(func, leaves)
+        rows = rows_of_operands(self.marks, func, leaves, self._functions > 0)
         if rows and is_unseen and not torch_private.is_view(func) and func.overloadpacket not in _TAKES_NO_SIZES:
             self._refuse_unseen(func, rows)
         is_check = rows and func.overloadpacket in _CHECKS and len(leaves) == 1
         if is_check and self.all_agree is not None and is_asked_by(*_CHECKS[func.overloadpacket]):
             return self._agreed(self.all_agree, func, leaves[0])
-        mixtures = self.marks.mixtures
-        mixture = self._mixture(leaves) if mixtures else None
+        mixture = mixture_of(self.marks, leaves)
         if mixture is not None and (rows or needs_values(func)):
             raise mixture.refusal(decides=needs_values(func))
         if self.draws is not None and not rows and needs_values(func) and self._are_drawn(leaves):
@@ -271,7 +249,7 @@ class FollowRows(torch_private.TorchDispatchMode):
         if is_seeded and rows and self.draws is not None:
             self.draws.refuse_seeded(next(iter(rows.values())).of.name)
         if rows and func.overloadpacket in _LOOK_UPS:
-            _check_look_up(func, *args[:4])
+            check_look_up(func, *args[:4])
         if self.draws is not None and rows and any(self._is_drawn_for_all(leaf, rows) for leaf in leaves):
             self.draws.check_common()
         if rows:
@@ -279,7 +257,8 @@ class FollowRows(torch_private.TorchDispatchMode):
         else:
             self._note_origin(func, leaves, outs, is_seeded)
             if mixture is not None:
-                self._mix(mixture, func, leaves, structure, outs)
+                may_be_sum = not draws(func) and not self._are_drawn(leaves)
+                mix(self.marks, mixture, func, leaves, structure, outs, may_be_sum)
         return out
 
     def _agreed(self, all_agree: Callable[[bool], bool], func: Any, leaf: Tensor) -> Tensor:
@@ -342,39 +321,13 @@ class FollowRows(torch_private.TorchDispatchMode):
         """What to raise where an operation on `leaves` failed with `error`; see `failure`."""
         with self.paused():
             self.marks.recognise(leaves)
-        rows = {
-            i: found
-            for i, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor) and (found := self.marks.rows_of(leaf))
-        }
+        rows = marked_rows(self.marks, leaves)
         plain = [leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in rows]
         if 0 in rows and plain and "out of " in str(error):  # the index of a table with rows
             what = f"`{name}` takes rows by numbers that do not come from the graph ({error})"
             return refusal(f"{what}, over the {rows[0].of.name}", NUMBERS)
         with self.paused():
             return failure(name, error, [found.of for found in rows.values()], plain, self.marks.known)
-
-    def _mixture(self, leaves: list[Any]) -> Mixture | None:
-        """What operands are made of several rows by: the first that is no sum, or else the first."""
-        found = [self.marks.mixtures.get(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-        mixed = [mixture for mixture in found if mixture is not None]
-        return next((mixture for mixture in mixed if not mixture.is_sum), mixed[0] if mixed else None)
-
-    def _mix(self, mixture: Mixture, func: Any, leaves: list[Any], structure: Any, outs: list[Tensor]) -> None:
-        """Note that results are made of a mixture, and are sums over rows if it is and the operation is linear."""
-        kinds: dict[int, Found] = {}
-        for i, leaf in enumerate(leaves):
-            one = self.marks.mixtures.get(leaf) if isinstance(leaf, Tensor) else None
-            if one is not None:
-                kinds[i] = Made.SUM if one.is_sum else Made.MIXED
-        may_be_sum = mixture.is_sum and not draws(func) and not self._are_drawn(leaves)
-        found = verdict_of(func, leaves, structure, kinds, outs).found if may_be_sum else [Made.MIXED] * len(outs)
-        for out, kind in zip(outs, found):
-            if mixture.is_sum and kind is not Made.SUM:
-                name = func.overloadpacket.__name__.strip("_")
-                self.marks.mixtures.add(out, replace(mixture, name=name, line=user_line(), is_sum=False))
-            else:
-                self.marks.mixtures.add(out, mixture)
 
     def mark_whole(self, value: Any) -> None:
         """Say that tensors in `value` are values of all rows, with the gradient of this rank's share of them."""
@@ -402,37 +355,6 @@ class FollowRows(torch_private.TorchDispatchMode):
             f"{user_line()}: every rank has this tensor of shape {[*tensor.shape]} alike, so its sum over ranks is as "
             f"many times as large. {SUMS}"
         )
-
-    def _operands(self, func: Any, leaves: list[Any]) -> dict[int, Rows]:
-        is_of_script = self.marks.is_around and (is_pointwise(func) or rule_of(func) in _COMPARES)
-        if is_of_script:  # what stands beside rows there tells where a tensor of a script's own has rows
-            self.marks.recognise_told(leaves)
-        elif self._functions and not self.marks.is_around:
-            self.marks.adopt(leaves)  # what the function was given is known
-        else:
-            self.marks.recognise(leaves)
-        found = {}
-        for i, leaf in enumerate(leaves):
-            rows = self.marks.rows.get(leaf) if isinstance(leaf, Tensor) else None
-            if rows is not None and rows.fit(leaf):
-                found[i] = rows
-        return self._without_candidates(func, leaves, found) if is_of_script else found
-
-    @staticmethod
-    def _without_candidates(func: Any, leaves: list[Any], found: dict[int, Rows]) -> dict[int, Rows]:
-        """The operands with rows, but for rows fetched by their ids that all own rows are compared with."""
-        own = {i: rows for i, rows in found.items() if rows.of.root is not None}
-        fetched = [i for i, rows in found.items() if rows.of.is_fetched]
-        if not own or not fetched:
-            return found
-        places = {i: rows.dim - leaves[i].dim() for i, rows in found.items()}
-        if not is_pointwise(func):  # a product, which puts columns of the left beside rows of the right
-            right = max(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-            beside_left = {-2: -1, -1: 0} if rule_of(func) is product else {-2: 0}  # 0: beside none
-            if leaves[right].dim() > 1 and right in places:
-                places[right] = beside_left.get(places[right], places[right])
-        beside = {places[i] for i in own}
-        return {i: rows for i, rows in found.items() if i not in fetched or places[i] in beside}
 
     @staticmethod
     def _copies(leaves: list[Any], rows: dict[int, Rows]) -> dict[int, Tensor]:

@@ -25,17 +25,18 @@ from shardpass.core.following.marks import Marks
 from shardpass.core.following.own_counts import OwnCounts
 from shardpass.core.following.own_numbers import own_number
 from shardpass.core.following.refusals import (
-    NUMBERS,
     SUMS,
     Mixture,
     counts_for_each_rank,
     counts_once,
+    raise_in_backward,
     refusal,
+    refuse_own_graph,
     weighed_in_model,
 )
 from shardpass.core.following.row_count import OwnCount, leaves_of
 from shardpass.core.following.rows import Rows
-from shardpass.core.following.user_line import given_to, user_line
+from shardpass.core.following.user_line import user_line
 from shardpass.core.ranks import (
     Gives,
     Ranks,
@@ -188,7 +189,7 @@ class Around:
         if name == "bincount":
             return self._counted(func, args, kwargs)
         if name == "contiguous" and any(of.root for of in self.marks.sets_in(given)):
-            _refuse_own_graph()
+            refuse_own_graph()
         if (refused := self._refused_in(given)) is None:
             try:
                 return self._judged(func, name, args, kwargs, given, near)
@@ -214,7 +215,7 @@ class Around:
         out = func(*args, **kwargs)
         for one in (found := _tensors_in(out)):
             self.marks.refused[one] = refused
-            _raise_in_backward(one, refused)
+            raise_in_backward(one, refused)
         if not found and (name in READS or not self._refused_in(given)):
             if isinstance(out, int):
                 self.comm.caches.of(OwnCounts).counts.add(out)
@@ -304,7 +305,7 @@ class Around:
             if mixture is not None and sums is not None:
                 self.marks.mixtures.add(one, replace(mixture, is_sum=True))  # what is added has no part in gradients
             elif mixture is not None and not mixture.is_sum:
-                _raise_in_backward(one, mixture.refusal())
+                raise_in_backward(one, mixture.refusal())
         return self.followed(self._without_counts(out))
 
     @contextmanager
@@ -388,14 +389,6 @@ def _tensors_in(*values: Any) -> list[Tensor]:
     return [leaf for leaf in torch_private.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def _refuse_own_graph() -> None:
-    """Refuse rows for a kernel of DGL's that runs on a graph of the script's own."""
-    index = given_to("dgl._sparse_ops", "gidx")
-    if index is not None and not getattr(index, "has_own_rows", False):
-        what = "DGL reads rows by the numbers that a graph of its own has"
-        raise RefusedError(f"{user_line()}: {what}. {NUMBERS}")
-
-
 def _plain_operand(leaf: Any) -> Any:
     """The tensor that stands behind a followed one, or behind a mask of the engine's over edges."""
     leaf = plain_of(leaf)
@@ -403,11 +396,3 @@ def _plain_operand(leaf: Any) -> Any:
         with torch_private.DisableTorchFunctionSubclass():
             return leaf.as_subclass(Tensor) if leaf.dtype == torch.bool else leaf
     return leaf
-
-
-def _raise_in_backward(tensor: Tensor, refused: RefusedError) -> None:
-    def refuse(_: Tensor) -> None:
-        raise refused
-
-    if tensor.requires_grad:
-        tensor.register_hook(refuse)

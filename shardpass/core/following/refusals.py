@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shardpass.core.following.origin import Origin, repeats_one_row
-from shardpass.core.following.user_line import UserLine, is_asked_by, user_line
+from shardpass.core.following.user_line import UserLine, given_to, is_asked_by, user_line
 from shardpass.core.ranks import RowSet
 from shardpass.errors import RefusedError
 
@@ -178,3 +178,21 @@ def first_refusal(error: RefusedError) -> RefusedError:
     while isinstance(error.__context__, RefusedError) and not error.__suppress_context__:
         error = error.__context__
     return error
+
+
+def refuse_own_graph() -> None:
+    """Refuse rows for a kernel of DGL's that runs on a graph of the script's own."""
+    index = given_to("dgl._sparse_ops", "gidx")
+    if index is not None and not getattr(index, "has_own_rows", False):
+        what = "DGL reads rows by the numbers that a graph of its own has"
+        raise RefusedError(f"{user_line()}: {what}. {NUMBERS}")
+
+
+def raise_in_backward(tensor: Tensor, refused: RefusedError) -> None:
+    """Raise `refused` where backward comes to `tensor`."""
+
+    def refuse(_: Tensor) -> None:
+        raise refused
+
+    if tensor.requires_grad:
+        tensor.register_hook(refuse)

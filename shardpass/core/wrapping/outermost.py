@@ -121,6 +121,18 @@ class FollowedCalls:
         return FollowedCalls(self.is_on)  # tensors of another model
 
 
+def _refuse_without_rows(error: Exception, follower: FollowRows) -> None:
+    """Raise what explains `error` if code of the user's fails on a rank that has no rows of some set."""
+    lacking = next((rows for rows in follower.marks.known if rows.count == 0), None)
+    is_mistake = isinstance(error, (ShardpassError, *_MISTAKES)) or is_out_of_memory(error)
+    line = user_line(error)
+    if lacking is not None and not is_mistake and line.number:
+        raise RefusedError(
+            f"{line}: {type(error).__name__}: {error}. This rank has no {lacking.name}, and code that runs on rows may "
+            f"fail without any. If the other ranks do not fail there, partition into fewer parts"
+        ) from error
+
+
 def _kind(model: nn.Module, method: str) -> Any:
     return method, model.training, torch.is_grad_enabled()
 
@@ -294,15 +306,8 @@ class OutermostCall:
             raise told from None
         except Exception as error:
             follower.marks.check_refusals()  # TorchScript raises an error of its own, without a word of ours
-            lacking = next((rows for rows in follower.marks.known if rows.count == 0), None)
-            is_mistake = isinstance(error, (ShardpassError, *_MISTAKES)) or is_out_of_memory(error)
-            line = user_line(error)
-            if lacking is None or is_mistake or not line.number:
-                raise
-            raise RefusedError(
-                f"{line}: {type(error).__name__}: {error}. This rank has no {lacking.name}, and code that "
-                f"runs on rows may fail without any. If the other ranks do not fail there, partition into fewer parts"
-            ) from error
+            _refuse_without_rows(error, follower)
+            raise
         finally:
             forward.rows = None
             follower.marks.end_forward()
