@@ -272,14 +272,20 @@ def test_the_views_of_data_are_one(comm):
     g.dstnodes["_N"].data["c"] = h
     g.nodes[None].data["d"] = h
     for view in (g.ndata, g.srcdata, g.dstdata, g.nodes["_N"].data, g.srcnodes["_N"].data, g.nodes.data):
-        assert all(view[name] is h for name in "abcd")
+        assert all(are_one(view[name], h) for name in "abcd")
     g.edges["_E"].data["w"] = w
-    assert g.edata["w"] is w and g.edges["_N", "_E", "_N"].data["w"] is w and g["_E"].edata["w"] is w
-    assert g.ndata.pop("d") is h and "d" not in g.srcdata
+    views = g.edata, g.edges["_N", "_E", "_N"].data, g["_E"].edata
+    assert all(are_one(view["w"], w) for view in views)
+    assert are_one(g.ndata.pop("d"), h) and "d" not in g.srcdata
     del g.edata["w"]
     assert "w" not in g.edata
     g.ndata.update({"e": h, "f": h})
-    assert g.srcdata["f"] is h
+    assert are_one(g.srcdata["f"], h)
+
+
+def are_one(one, other):
+    """Whether both are names of one tensor: a script gets fields in a form that is followed."""
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape
 
 
 @pytest.mark.parametrize("raised", [False, True])
@@ -296,11 +302,12 @@ def test_scopes_forget_what_was_set(comm, raised):
         assert torch.equal(g.srcdata["x"], kept * 2)
         if raised:
             raise ZeroDivisionError
-    assert g.ndata["x"] is kept and "y" not in g.ndata and g.edata["w"] is w and "edge_attr" in g.edata
+    assert are_one(g.ndata["x"], kept) and "y" not in g.ndata
+    assert are_one(g.edata["w"], w) and "edge_attr" in g.edata
     other = g.local_var()
     other.ndata["y"] = kept
     other.edata.clear()
-    assert "y" not in g.ndata and g.edata["w"] is w and other.num_nodes() == g.num_nodes()
+    assert "y" not in g.ndata and are_one(g.edata["w"], w) and other.num_nodes() == g.num_nodes()
 
 
 def test_what_kind_of_graph_it_is():

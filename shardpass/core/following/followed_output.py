@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from shardpass.core.following.row_count import leaves_of
 from shardpass.core.following.user_line import is_asked_by, user_line
-from shardpass.core.ranks import FollowedTensor, plain_of, torch_private
+from shardpass.core.ranks import FollowedTensor, Ranks, ResultWatch, plain_of, torch_private
 from shardpass.errors import RefusedError
 
-if TYPE_CHECKING:
-    from shardpass.core.following.outside import Around
-
 _NOTE = "shardpass"
+
+
+class Judge(ResultWatch, Protocol):
+    """What runs the functions of torch that are given rows in this form."""
+
+    comm: Ranks
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a torch function returns for arguments of which some are followed."""
+        ...
+
+    def note_function(self, out: Tensor, plain: Tensor, like: Tensor | None) -> None:
+        """Note that a `torch.autograd.Function` has returned `out`, whose other name is `plain`."""
+        ...
 
 
 class FollowedOutput(FollowedTensor):
     """What a wrapped model returned, or what was made of it: another name for the tensor `plain`."""
 
     @property
-    def around(self) -> Around:  # type: ignore[override]
+    def around(self) -> Judge:  # type: ignore[override]
         return self._held()[0]
 
     @property
     def plain(self) -> Tensor:  # type: ignore[override]
         return self._held()[1]
 
-    def _held(self) -> tuple[Around, Tensor]:
-        held: tuple[Around, Tensor] | None = vars(self).get("held")
+    def _held(self) -> tuple[Judge, Tensor]:
+        held: tuple[Judge, Tensor] | None = vars(self).get("held")
         with torch_private.DisableTorchFunctionSubclass():
             node = self.grad_fn
             if held is None or (torch_private.function_of(node) is not None and vars(self).get("node") is not node):
@@ -49,7 +60,7 @@ class FollowedOutput(FollowedTensor):
         return around.run(func, args, kwargs or {})
 
 
-def _held_after_function(out: FollowedOutput, held: tuple[Around, Tensor] | None) -> tuple[Around, Tensor]:
+def _held_after_function(out: FollowedOutput, held: tuple[Judge, Tensor] | None) -> tuple[Judge, Tensor]:
     """What `out` holds, which a `torch.autograd.Function` has returned: made in its forward, or given to it."""
     plain = out.as_subclass(Tensor)
     before = [] if out.grad_fn is None else [_notes(node) for node, _ in out.grad_fn.next_functions if node is not None]
@@ -61,7 +72,7 @@ def _held_after_function(out: FollowedOutput, held: tuple[Around, Tensor] | None
     return around, plain
 
 
-def named(leaf: Tensor, around: Around) -> FollowedOutput:
+def named(leaf: Tensor, around: Judge) -> FollowedOutput:
     """Another name for `leaf`, of which `around` follows what becomes."""
     with torch_private.DisableTorchFunctionSubclass():
         found: FollowedOutput = leaf.as_subclass(FollowedOutput)

@@ -50,6 +50,7 @@ from shardpass.errors import RefusedError
 
 _IN_PLACE = "__iadd__ __isub__ __imul__ __itruediv__ __ipow__ __iand__ __ior__ __ixor__".split()
 _ADDS_ROWS_INTO = frozenset("index_add_ scatter_add_ scatter_reduce_ index_reduce_".split())
+_LOOKS_UP = frozenset("__getitem__ index_select gather embedding take_along_dim".split())
 _TAKES_DTYPE = frozenset(["to", "type_as"])
 _SHOWS = frozenset(["__repr__", "__format__"])
 _RUNS_AS_IT_IS = _SHOWS.union(["__deepcopy__", "__reduce_ex__"])
@@ -212,7 +213,10 @@ class Around:
         self, func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], refused: RefusedError
     ) -> Any:  # fmt: skip
         """What a function returns whose result may be looked at, and not differentiated."""
-        out = func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except (RuntimeError, IndexError) as error:  # as on a rank that has no rows
+            raise refused from error
         for one in (found := _tensors_in(out)):
             self.marks.refused[one] = refused
             raise_in_backward(one, refused)
@@ -294,7 +298,7 @@ class Around:
         if any(type(one) not in (Tensor, nn.Parameter) for one in given):
             self.marks.check_result(given)  # what the engine has made, such as the numbers of nodes, knows its rows
             out = func(*args, **kwargs)
-            self._mark_fetched(out)
+            self._mark_made(name, out, given)
         else:
             with self._block(near):
                 out = func(*args, **kwargs)
@@ -347,8 +351,13 @@ class Around:
         found = [mixture for one in tensors if (mixture := self.marks.mixtures.get(one)) is not None]
         return all(mixture.is_sum and mixture.of.is_fetched for mixture in found)
 
-    def _mark_fetched(self, out: Any) -> None:
+    def _mark_made(self, name: str, out: Any, given: list[Tensor]) -> None:
+        """Note what the engine has made with stand-ins: values of all ranks, rows of this rank, or fetched rows."""
         found = [one for one in _tensors_in(out) if type(one) is Tensor]
+        if name not in _LOOKS_UP and any(getattr(one, "reduces", False) for one in given):
+            for one in found:
+                self.follower.mark_plain(one)
+            return
         with self._around():
             self.follower.recognise(found)
         for one in found:

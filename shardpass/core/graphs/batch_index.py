@@ -33,6 +33,7 @@ _EXTREMA: dict[str, Reduction] = {"amax": "max", "amin": "min"}
 class BatchIndex(StandIn):
     """``batch`` of a sharded graph: the graph of each own node."""
 
+    reduces = True
     comm: Ranks
     num_nodes: int  # own nodes: the size of one dimension, which the others repeat
     num_graphs: int  # of all ranks

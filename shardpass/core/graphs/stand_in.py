@@ -34,9 +34,10 @@ class StandIn(Tensor):
 
     Attributes:
         counts_last: its last dimension counts edges.
+        reduces: scatters by it take in the rows of all ranks.
     """
 
-    counts_last = False
+    counts_last = reduces = False
 
     @property
     def plain(self) -> Tensor:

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from shardpass.core.following import Around
 from shardpass.core.ranks import plain_of, torch_private
 
-_OF_TORCH = frozenset(vars(nn.Module()))
-
 
 class HeldRows:
     """The attributes of a model's modules that held rows when a call of it ended that was followed."""
@@ -26,9 +24,10 @@ class HeldRows:
 
     def find(self, model: nn.Module, around: Around) -> None:
         """Look for such attributes."""
+        of_torch = vars(nn.Module())
         for module in model.modules():
             for name, value in vars(module).items():
-                leaves = torch_private.tree_leaves(value) if name not in _OF_TORCH else []
+                leaves = torch_private.tree_leaves(value) if name not in of_torch else []
                 if any(type(leaf) is Tensor and around.holds_rows(leaf) for leaf in leaves):
                     self._places[module, name] = None
 

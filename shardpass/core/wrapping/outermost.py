@@ -338,14 +338,22 @@ class OutermostCall:
 
 
 class RowwisePart(OutermostCall):
-    """A method of a module in a wrapped model that may be called by itself, on rows that the model returned."""
+    """A method of a module in a wrapped model that may be called by itself, on rows that the model returned.
+
+    Args:
+        knows: whether a module is known to be exact.
+    """
 
     def __init__(
         self, model: nn.Module, comm: Ranks, followed: FollowedCalls, checkpoint: Checkpoint, sums: GradientSums,
-        method: str = "forward",
+        method: str = "forward", *, knows: Callable[[nn.Module], bool],
     ) -> None:  # fmt: skip
         super().__init__(model, comm, followed, checkpoint, sums, method)
         self.adapted: Any = vars(model).get(method)  # which the frontend may have put there
+        self._knows = knows
+
+    def is_known(self, module: nn.Module) -> bool:
+        return self._knows(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.alone(self.adapted or self.plain, args, kwargs)

@@ -42,10 +42,11 @@ def make_outermost(
     if comm.size == 1:
         return
     for part in rowwise_parts(model, is_known):
-        part.forward = RowwisePart(part, comm, followed, checkpoint, sums)
+        part.forward = RowwisePart(part, comm, FollowedCalls(check), checkpoint, sums, knows=is_known)
     for module in model.modules():
         for name in methods_of_module(module):
-            setattr(module, name, RowwisePart(module, comm, followed, checkpoint, sums, name))
+            rowwise = RowwisePart(module, comm, FollowedCalls(check), checkpoint, sums, name, knows=is_known)
+            setattr(module, name, rowwise)
 
 
 def with_names(function: Any, **names: Any) -> Callable[..., Any]:
