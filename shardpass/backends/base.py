@@ -22,7 +22,6 @@ from torch import Tensor
 
 from shardpass.backends.communicator import Handle, ReduceOp
 from shardpass.backends.deadlock import COLLECTIVE, Position, Words, message_name
-from shardpass.backends.handle import ExchangeHandle, Step
 from shardpass.backends.identity import (
     COLLECTIVE_LANE,
     DTYPES,
@@ -38,7 +37,7 @@ from shardpass.backends.identity import (
     header_of,
     mismatch,
 )
-from shardpass.backends.raw import Pending, RawCommunicator
+from shardpass.backends.raw import ExchangeHandle, Pending, RawCommunicator, Step
 from shardpass.backends.shared_memory import share
 from shardpass.errors import DivergenceError
 

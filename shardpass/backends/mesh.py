@@ -116,12 +116,10 @@ class Peer:
 
 
 def connect_mesh(gather: Gather, rank: int, size: int, limit: float, host_timeout: float) -> dict[int, Peer]:
-    """Collective. The connections of this rank, by the rank at the other end.
+    """Collective. The connections of this rank, by the rank at the other end, made within `limit` seconds.
 
     Args:
         gather: collective: the JSON-representable objects of all ranks, in rank order.
-        rank, size: of this rank.
-        limit: seconds that it may take.
         host_timeout: see `Peer`.
 
     Raises:
@@ -159,9 +157,7 @@ class _Door:
     """Where this rank listens for the ranks after it, and the threads that greet who comes."""
 
     def __init__(self, rank: int, size: int, secret: bytes, addresses: list[str], is_local: bool) -> None:
-        self._rank = rank
-        self._secret = secret
-        self._expected = size - 1 - rank
+        self._rank, self._secret, self._expected = rank, secret, size - 1 - rank
         self._found: dict[int, socket.socket] = {}
         self._changed = threading.Condition()
         where = addresses[0] if addresses and (is_local or chosen_interface()) else ""

@@ -44,7 +44,6 @@ class News:
         clock: by which they are counted.
 
     Attributes:
-        failure: of the job.
         ended: by rank: when it said that it ends in peace.
         published: by communicator and rank: where the rank waits.
     """
@@ -53,10 +52,7 @@ class News:
         self.failure = Failure()
         self.ended: dict[int, float] = {}
         self.published: dict[str, dict[int, str]] = defaultdict(dict)
-        self._listeners = peers
-        self._rank = rank
-        self._host_timeout = host_timeout
-        self._clock = clock
+        self._listeners, self._rank, self._host_timeout, self._clock = peers, rank, host_timeout, clock
         self._heard = dict.fromkeys(peers, clock.monotonic())
         self._silent: set[int] = set()
         self._next_beat = 0.0

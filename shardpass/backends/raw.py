@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -30,6 +30,8 @@ from shardpass.errors import CommunicationError, DivergenceError, PeerFailure
 DEFAULT_TIMEOUT = 1800.0  # seconds; a rank may be compiling a kernel, and a dead one is found by other means
 _FIRST_LOOK_SECONDS = 1.0  # how long a rank is blocked before it looks for a circle of waits
 _LOOK_SECONDS = 0.5  # how long it then waits before it looks again
+Step = tuple[Position, Callable[[float], None]]
+"""Where this rank is while it waits for a message, and what waits for it; the seconds are for each of its parts."""
 C = TypeVar("C", bound="RawCommunicator")
 E = TypeVar("E", bound=BaseException)
 
@@ -59,6 +61,33 @@ class Pending(Protocol):
         ...
 
 
+class ExchangeHandle:
+    """A transfer under way: one message in, one message out, or both.
+
+    Args:
+        comm: the communicator on which the messages travel.
+        steps: for each message; none if the transfer has completed already.
+    """
+
+    def __init__(self, comm: RawCommunicator, steps: Sequence[Step] = ()) -> None:
+        self._comm, self._steps = comm, list(steps)
+        self._error: BaseException | None = None
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when both messages have completed; see `Handle.wait`."""
+        if self._error is not None:
+            raise self._error
+        try:
+            while self._steps:
+                position, complete = self._steps[0]
+                with self._comm.waiting(position, timeout) as seconds:
+                    complete(seconds)
+                del self._steps[0]
+        except BaseException as error:
+            self._error = error
+            raise
+
+
 class RawCommunicator(Communicator):
     """The part of `BaseCommunicator` that lies under exchanges and collectives.
 
@@ -66,9 +95,7 @@ class RawCommunicator(Communicator):
         path: ``"world"``, or the name of a duplicate after the path of what it duplicates; the same on every rank.
         timeout: seconds that a wait may take unless the caller says otherwise.
         max_message_bytes: longer messages are split; the same on every rank.
-        failure: the first failure of this communicator.
         calls: the last calls of this rank, on all communicators of its job.
-        collectives: how many collectives this rank has begun.
     """
 
     serves_threads = True  # whether a duplicate may be used by another thread at the same time
@@ -78,16 +105,12 @@ class RawCommunicator(Communicator):
     clock: Clock = time
 
     def __init__(self, rank: int, size: int, device: torch.device, failure: Failure, path: str = "world") -> None:
-        self.rank = rank
-        self.size = size
-        self.device = device
+        self.rank, self.size, self.device, self.failure, self.path = rank, size, device, failure, path
         self.local_ranks: tuple[int, ...] = (rank,)
         self.shares_memory = self.shares_memory and device.type == "cpu"
         self.bytes_sent = 0
         self.timeout = DEFAULT_TIMEOUT
         self.max_message_bytes = 1 << 30
-        self.failure = failure
-        self.path = path
         self.calls = CallLog(rank, size)
         self.collectives = 0
         self._epoch = 0
@@ -231,10 +254,7 @@ class RawCommunicator(Communicator):
                 self._publish(position.to_json() if position is not None and is_blocked else "")
 
     def publish_end(self) -> None:
-        """Let the other ranks know what this rank has been through before it ended in peace.
-
-        These are its collectives, and its messages between devices.
-        """
+        """Let the other ranks know through which collectives and messages between devices this rank has been."""
         posted = {COLLECTIVE: self.collectives, **self._have_moved}
         self._publish(Position("its end", "", 0, self.rank, posted=posted).to_json())
 

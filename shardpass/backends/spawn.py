@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from shardpass.backends.failure import note_rank, reason_of
+from shardpass.backends.failure import add_note, reason_of
 from shardpass.backends.processes import spawn_processes
 from shardpass.backends.threads import ThreadCommunicator, ThreadWorld
 from shardpass.backends.turn import random_states
@@ -88,7 +88,7 @@ def _spawn_threads(fn: Callable[..., T], world: ThreadWorld, args: tuple[Any, ..
     _join_shortly(threads)
     if run.first is not None:
         rank, cause = run.first
-        note_rank(cause, rank)
+        add_note(cause, f"(raised on rank {rank})")
         raise cause
     return run.results
 
