@@ -167,7 +167,7 @@ def header_of(
 
 
 def mismatch(expected: Header, raw: bytes, rank: int, source: int) -> str | None:
-    """Words for a message to ``rank`` with the header ``raw``, or `None` if it is the expected one but for its shape."""
+    """Words for a message to ``rank`` with the header ``raw``, if it is not the expected one. Its shape may differ."""
     if raw[:-INLINE_BYTES] == expected.pack()[:-INLINE_BYTES]:
         return None
     found = Header.unpack(raw)

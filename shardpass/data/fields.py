@@ -18,8 +18,8 @@ class Fields(Mapping[str, Tensor]):
     of a single part is a view of the memory-mapped file; writing to it does not change the file. A field of several
     parts is copied into one tensor.
 
-    `info` has the dtype and row shape of every field, and reading it reads no field. `join` makes one tensor of those
-    of all files; by default the rows of one follow those of another.
+    `info` has the dtype and row shape of every field. `join` makes one tensor of those of all files; by default the
+    rows of one follow those of another.
 
     Raises:
         StoreError: on `fields[name]`, when its bytes are altered. The error names the file.

@@ -91,12 +91,9 @@ class Report:
 
 
 def inspect(path: str | os.PathLike[str], ranks: int | None = None) -> Report:
-    """Sizes, halo rows, cut edges and bytes of a store.
-
-    All edges are read and verified, but no features.
+    """Sizes, halo rows, cut edges and bytes of the store at `path`. All edges are read and verified, but no features.
 
     Args:
-        path: a store.
         ranks: report what each of this many ranks would have. `None` reports each part.
 
     Raises:
@@ -110,10 +107,9 @@ def inspect(path: str | os.PathLike[str], ranks: int | None = None) -> Report:
 
 
 def verify(path: str | os.PathLike[str], progress: Callable[[str, int, int], None] | None = None) -> Manifest:
-    """The manifest of a store, after every byte of the store has been checked, and that its parts are one graph.
+    """The manifest of the store at `path`, after every byte has been checked, and that its parts are one graph.
 
     Args:
-        path: a store.
         progress: called as ``progress("verify", done, total)`` with the number of files.
 
     Raises:

@@ -25,12 +25,10 @@ class LayerReport:
 def inspect_layers(
     path: str | os.PathLike[str], mask: str, num_layers: int, ranks: int | None = None
 ) -> list[LayerReport]:
-    """What each layer needs for the nodes of a stored mask. The first layer comes first.
+    """What each layer needs for the nodes of a stored mask, such as ``"train_mask"``. The first layer comes first.
 
     Args:
         path: a store of one node and one edge type.
-        mask: the name of the node field, for example ``"train_mask"``.
-        num_layers: the number of layers of the model.
         ranks: count the halo rows between this many ranks. `None` counts them between parts.
 
     Raises:

@@ -31,12 +31,10 @@ class RankEdges:
 
 @dataclass(frozen=True)
 class RankData:
-    """What the rank that owns a run of parts needs. Structure is verified, fields when you first ask for them.
+    """What the rank that owns a run of `parts` needs. Structure is verified, fields when you first ask for them.
 
-    parts: the parts of the store that the rank owns.
     node_ids: for each node type, the original id of each own row, int64 [num_own].
     node_fields, edge_fields: for each type, tensors by name, with one row per own node or edge.
-    edges: the edges of each edge type.
     """
 
     parts: range

@@ -57,7 +57,9 @@ class MergedEdges:
     def _from_owner(self, owner: int) -> OwnerEdges:
         group, num_edges = self.groups[owner], self._counts[owner]
         shift = [self.offsets[source] - self.offsets[group.start] for source in group]
-        needed = [self._needed(source) for source in group] if owner != self.rank else []
+        needed: list[Tensor] = []  # of each source part, the rows that any of the rank's parts needs, ascending
+        if owner != self.rank:
+            needed = [torch.cat([part.halo_rows(source) for part in self.parts]).unique() for source in group]
         src_rows = torch.empty(num_edges, dtype=torch.int32)
         indptr = torch.zeros(sum(part.num_dst for part in self.parts) + 1, dtype=smallest_index_dtype(num_edges))
         row = 0
@@ -73,10 +75,6 @@ class MergedEdges:
             row += part.num_dst
         rows = [rows + first for rows, first in zip(needed, shift)]
         return OwnerEdges(torch.cat(rows) if rows else src_rows[:0], indptr, src_rows)
-
-    def _needed(self, source: int) -> Tensor:
-        """The rows of a part that any of the rank's parts needs, ascending."""
-        return torch.cat([part.halo_rows(source) for part in self.parts]).unique()
 
     def _new_rows(self, owner: int, number: int, needed: list[Tensor], shift: list[int]) -> list[Tensor | int]:
         """For each source part of an owner, what becomes of the source rows of a part: new ones, or by how much more.

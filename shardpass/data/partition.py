@@ -35,21 +35,11 @@ _MOST_PARTS = 99_999  # each is a file, whose name has five digits
 
 
 def partition(
-    data: Any,
-    path: str | os.PathLike[str],
-    parts: int | None = None,
-    method: str = "kaminpar",
-    *,
-    assignment: Any = None,
-    node_weights: Any = None,
-    seed: int = 0,
-    overwrite: bool = False,
-    progress: Callable[[str, int, int], None] | None = None,
-    threads: int = 1,
-    memory_bytes: str | float = MEMORY_BYTES,
-    node_id: str | None = None,
-    comm: Ranks | None = None,
-) -> Manifest:
+    data: Any, path: str | os.PathLike[str], parts: int | None = None, method: str = "kaminpar", *,
+    assignment: Any = None, node_weights: Any = None, seed: int = 0, overwrite: bool = False,
+    progress: Callable[[str, int, int], None] | None = None, threads: int = 1,
+    memory_bytes: str | float = MEMORY_BYTES, node_id: str | None = None, comm: Ranks | None = None,
+) -> Manifest:  # fmt: skip
     """The manifest of the store that was written to `path`: the graph, cut into parts.
 
     Run it in one process, or, for a graph in files, in several with `comm`. The store has the same bytes either way.
@@ -69,8 +59,7 @@ def partition(
             holds them.
         seed: of the method. "metis" and "random" give the same partition for the same seed; "kaminpar" mostly does.
         overwrite: replace a store that is already at `path`.
-        progress: called as `progress(stage, done, total)`. The stages are "read", "count", "bucket", "assign", "sort"
-            and "write"; not every source and method has all of them.
+        progress: called as `progress(stage, done, total)`. Stages are some of read, count, bucket, assign, sort, write.
         threads: of "kaminpar". With more than one, every run gives another partition.
         memory_bytes: memory for edges, of each process, as a number or as ``"4GiB"``. The edges into one node are never
             divided.
@@ -87,18 +76,9 @@ def partition(
         ValueError, TypeError: when the graph or an argument is wrong; the message says how.
     """
     shorten_tracebacks()
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(
-            f"partition(data, path, parts): `path` must name the directory to write, but got {type(path).__name__}"
-        )
-    target, team = Path(os.path.abspath(path)), Team(comm)
-    num_bytes = _memory(memory_bytes)
-    named = is_dataclass(data) if isinstance(data, GraphFiles) else isinstance(data, str | os.PathLike)
-    facts: dict[str, Any] = {"data": str(data) if named else type(data).__name__, "path": str(target), "parts": parts}
-    facts |= {"method": method, "seed": seed, "memory_bytes": num_bytes}
-    team.agree("partition", facts)
+    team, doubts = Team(comm), Doubts()
+    target, num_bytes = _agreed(team, data, path, parts, method, seed, memory_bytes)
     team.only_first("partition", lambda: check_target(target, overwrite), None)
-    doubts = Doubts()
     with nullcontext() if comm is None else comm.out_of_turn(), _scratch(target, team) as scratch:
         report = progress if progress is not None and team.rank == 0 else lambda stage, done, total: None
         budget = Budget(scratch, num_bytes, report, team)
@@ -113,11 +93,24 @@ def partition(
     return manifest
 
 
-def _memory(memory_bytes: str | float) -> int:
+def _agreed(
+    team: Team, data: Any, path: Any, parts: int | None, method: str, seed: int, memory_bytes: str | float
+) -> tuple[Path, int]:
+    """The directory to write, and the bytes of memory, after all ranks have passed the same arguments. Collective."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"partition(data, path, parts): `path` must name the directory to write, but got {type(path).__name__}"
+        )
+    target = Path(os.path.abspath(path))
     try:
-        return parse_bytes(memory_bytes)
+        num_bytes = parse_bytes(memory_bytes)
     except ValueError as error:
         raise ValueError(f"memory_bytes: {error}") from None
+    is_named = is_dataclass(data) if isinstance(data, GraphFiles) else isinstance(data, str | os.PathLike)
+    facts: dict[str, Any] = {"data": str(data) if is_named else type(data).__name__, "path": str(target)}
+    facts |= {"parts": parts, "method": method, "seed": seed, "memory_bytes": num_bytes}
+    team.agree("partition", facts)
+    return target, num_bytes
 
 
 @contextmanager
@@ -258,10 +251,10 @@ def _write_parts(
     graph: RawGraph, layout: Layout, edges: Collection[EdgesByPart], directory: Path, budget: Budget, doubts: Doubts
 ) -> list[_Written]:
     """What was written of each part that this rank writes."""
-    written, team = [], budget.team
+    written = []
     offsets = torch.stack([torch.as_tensor(offsets) for offsets in layout.offsets.values()]).sum(0)
     doubts.note_empty_parts(offsets.diff().tolist())
-    for part in parts_of(layout.num_parts, team):
+    for part in parts_of(layout.num_parts, budget.team):
         budget.report("write", part, layout.num_parts)
         tensors = _node_tensors(graph, layout, part, doubts)
         for by_part in edges:
@@ -286,8 +279,7 @@ def _node_tensors(graph: RawGraph, layout: Layout, part: int, doubts: Doubts) ->
 def _edge_tensors(graph: RawGraph, by_part: EdgesByPart, part: int, doubts: Doubts) -> dict[str, Blocks]:
     """The tensors of a part's edges of one type."""
     kind, edges = by_part.edge_type, by_part.of_part(part)
-    arrays: tuple[torch.Tensor | FileRows, ...] = edges
-    tensors = {keys.edge_array_key(kind, name): _blocks(array) for name, array in zip(keys.EDGE_ARRAYS, arrays)}
+    tensors = {keys.edge_array_key(kind, name): _blocks(getattr(edges, name)) for name in keys.EDGE_ARRAYS}
     for name, field in graph.edge_fields[kind].items():
         tensors[keys.edge_field_key(kind, name)] = _rows(field, edges.edge_ids, doubts, name, f"edges of type {kind}")
     return tensors

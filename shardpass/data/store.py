@@ -23,15 +23,13 @@ from shardpass.errors import StoreError
 class Store:
     """An open store. Made by `open_store`; `manifest` says what it holds, `files` are its parts."""
 
-    def __init__(
-        self,
-        path: Path,
-        manifest: Manifest,
-        files: list[TensorFile],
-        names: TensorFile | None,
-        of_graph: TensorFile | None,
-    ) -> None:
-        self.path, self.manifest, self.files, self._names, self._of_graph = path, manifest, files, names, of_graph
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path, self.manifest = path, manifest
+        self.files = [TensorFile(path / record.name, record) for record in manifest.files]
+        records = manifest.names, manifest.graph_file
+        self._names, self._of_graph = (
+            None if record is None else TensorFile(path / record.name, record) for record in records
+        )
 
     @property
     def num_parts(self) -> int:
@@ -42,11 +40,7 @@ class Store:
         return f"Store({str(self.path)!r}, {self.num_parts} parts, {nodes} nodes, {edges} edges)"
 
     def part_edges(self, edge_type: EdgeType, part: int, mapped: bool = False) -> PartEdges:
-        """A part's edges of one type, verified.
-
-        Args:
-            mapped: read them into memory where the file is mapped, for `PartEdges.from_part`.
-        """
+        """A part's edges of one type, verified in the mapped file if `PartEdges.from_part` will be asked for them."""
         return checked_edges(self.manifest, edge_type, part, self.files[part], mapped)
 
     def edge_id_blocks(self, edge_type: EdgeType, part: int) -> Iterator[Tensor]:
@@ -135,7 +129,4 @@ def open_store(path: str | os.PathLike[str]) -> Store:
     problem = next(contradictions(manifest), None)
     if problem:
         raise StoreError(f"{directory / MANIFEST_NAME} contradicts itself: {problem}")
-    files = [TensorFile(directory / record.name, record) for record in manifest.files]
-    records = manifest.names, manifest.graph_file
-    others = [None if record is None else TensorFile(directory / record.name, record) for record in records]
-    return Store(directory, manifest, files, *others)
+    return Store(directory, manifest)

@@ -23,12 +23,9 @@ _ERRORS = (StoreError, MissingDependencyError, DivergenceError, ShardpassError, 
 
 
 class Team:
-    """The ranks that prepare one graph. A single process does the work and talks to nobody.
+    """The ranks that prepare one graph. With `None`, this process does the work and talks to nobody.
 
     All methods but `share` and `blocks` are collective.
-
-    Args:
-        comm: the ranks, or `None` for this process alone.
     """
 
     def __init__(self, comm: Ranks | None = None) -> None:

@@ -90,7 +90,7 @@ class TensorFile:
                 f"{path} has {size} bytes, its manifest says {record.bytes}: the file is torn or belongs to another "
                 "store; write the store again with shardpass.partition"
             )
-        self._check(header, record.header_sha256, "the header")
+        self._compare(hashlib.sha256(header).hexdigest(), record.header_sha256, "the header")
         try:
             self._file: Any = safe_open(path, framework="pt")
             entries = {key: entry for key, entry in json.loads(header[8:]).items() if key != "__metadata__"}
@@ -148,9 +148,6 @@ class TensorFile:
         for _ in self.blocks(key, mapped=True):
             pass
         return self.tensor(key)
-
-    def _check(self, content: bytes, sha256: str, what: str) -> None:
-        self._compare(hashlib.sha256(content).hexdigest(), sha256, what)
 
     def _compare(self, found: str, sha256: str, what: str) -> None:
         if found != sha256:

@@ -91,7 +91,7 @@ def _read(data: Any, drop: Sequence[str], node_id: str | None) -> RawGraph:
     if is_dgl(data):
         return read_dgl(data)
     if isinstance(data, Mapping):
-        return read_mapping({key: values for key, values in data.items() if key not in drop})
+        return read_mapping(_without(data, drop))
     raise TypeError(f"cannot read a graph from a {type(data).__name__}{_hint(data)}; expected {_KNOWN}")
 
 
@@ -137,5 +137,5 @@ def _read_path(path: Path) -> RawGraph:
     raise ValueError(f"cannot read a graph from {path}; expected {_KNOWN}")
 
 
-def _without(fields: Mapping[str, Any], drop: Sequence[str]) -> dict[str, Any]:
+def _without(fields: Mapping[Any, Any], drop: Sequence[str]) -> dict[Any, Any]:
     return {name: values for name, values in fields.items() if name not in drop}
