@@ -31,7 +31,6 @@ class Call:
     Attributes:
         path: the communicator.
         side: ``"send"`` or ``"recv"``; empty for a collective.
-        kind: the method, such as ``"all_reduce"``.
         label: what the engine calls it; it names the call and the round.
         call: all of this in words.
         number: the tag of a message.
@@ -69,7 +68,7 @@ class Call:
         return max(self.began, self.waited, self.ended)
 
     def words(self) -> str:
-        """It in words, with the other rank and the bytes."""
+        """It with the other rank and the bytes."""
         to = {"send": f" to rank {self.peer}", "recv": f" from rank {self.peer}"}.get(self.side, "")
         return f"{self.call}{to}, {self.bytes:,} bytes"
 

@@ -42,13 +42,10 @@ def started_by() -> Launch | None:
 def run_ranks(
     work: Callable[[Ranks, C], T], config: C, backend: Backend, ranks: int | None, timeout: float = DEFAULT_TIMEOUT
 ) -> T:
-    """What ``work(comm, config)`` returned on this rank, or on rank 0 if the ranks are started here.
+    """What ``work(comm, config)``, a function at module level, returned on this rank, or on rank 0 if ranks start here.
 
-    Args:
-        work: a function at module level.
-        backend: ``"auto"`` takes the ranks of the launcher if one started this process, else starts threads.
-        ranks: number of ranks to start, or to expect from the launcher.
-        timeout: seconds a wait for another rank may take.
+    ``"auto"`` takes the ranks of the launcher if one started this process, else starts threads. `ranks` is how many to
+    start, or to expect.
     """
     if backend in ("threads", "processes") and (launch := started_by()):
         raise ValueError(
@@ -57,7 +54,7 @@ def run_ranks(
         )
     if starts_threads(backend, ranks):
         backend = "threads"
-    if backend == "threads" or backend == "processes":
+    if backend in ("threads", "processes"):
         return spawn(work, ranks or 1, backend, args=(config,), timeout=timeout)[0]
     comm = connect(backend, ranks=ranks, timeout=timeout)
     try:

@@ -42,32 +42,25 @@ def partition(
 ) -> Manifest:  # fmt: skip
     """The manifest of the store that was written to `path`: the graph, cut into parts.
 
-    Run it in one process, or, for a graph in files, in several with `comm`. The store has the same bytes either way.
-    It appears at `path` when it is complete. Temporary files are beside `path`.
+    Run it in one process, or, for a graph in files, in several with `comm`: the store has the same bytes. It appears
+    at `path` when it is complete. Temporary files are beside it.
 
     Args:
         data: anything that `shardpass.data.read` takes, or files that are read piece by piece, as
             `shardpass.data.stream_edge_list` and `stream_ogb` return them.
-        path: the directory to write.
-        parts: the number of parts, which is the largest number of ranks that can use the store. `None` keeps the
-            partition that `data` came with, as a DGL partition directory does.
+        parts: how many, which is the most ranks that can use the store. `None` keeps the partition of `data`, if any.
         method: "kaminpar"; "metis", which needs all edges in memory; "random"; or "range" (contiguous original ids).
         assignment: the part of each node, in place of a method: integers in `[0, parts)`, or a dict with an array for
             each node type.
         node_weights: what "kaminpar" and "metis" balance: a number above 0 for each node, or a dict with an array for
-            each node type. By default a node weighs the bytes of its fields, and of its in-edges with theirs, as a rank
-            holds them.
+            each node type. By default a node weighs the bytes of its fields, and of its in-edges with theirs.
         seed: of the method. "metis" and "random" give the same partition for the same seed; "kaminpar" mostly does.
-        overwrite: replace a store that is already at `path`.
         progress: called as `progress(stage, done, total)`. Stages are some of read, count, bucket, assign, sort, write.
         threads: of "kaminpar". With more than one, every run gives another partition.
-        memory_bytes: memory for edges, of each process, as a number or as ``"4GiB"``. The edges into one node are never
-            divided.
-        node_id: the node field that holds your own ids, as in `shardpass.data.read`. The store keeps them, and
-            `shardpass.node_names` returns them.
-        comm: the ranks that share the work, as `shardpass.connect` returns them. The call is collective then: all ranks
-            pass the same arguments, and see the same files and the same folder of `path`. Rank 0 alone runs KaMinPar
-            or METIS and tells of the progress. The others wait for it: pass `connect` a `timeout` longer than that.
+        memory_bytes: for edges, of each process, as a number or as ``"4GiB"``. Those into one node are never divided.
+        node_id: the node field with your own ids, as in `shardpass.data.read`. `shardpass.node_names` returns them.
+        comm: the ranks that share the work. The call is collective then: all pass the same arguments, and see the same
+            files and the same folder of `path`. Rank 0 alone runs KaMinPar or METIS: pass `connect` a longer `timeout`.
 
     Raises:
         StoreError: when something is at `path` already.
@@ -85,9 +78,9 @@ def partition(
         graph = _opened(data, budget, node_id)
         parts, assignment = _division(graph, parts, assignment)
         layout = lay_out(assign(graph, parts, method, assignment, seed, threads, budget, node_weights), parts)
-        complete = Path(scratch, "store")
-        manifest = _write(graph, layout, complete, GIVEN if assignment is not None else method, seed, budget, doubts)
-        team.only_first("the store", lambda: publish(complete, target, overwrite), None)
+        method = GIVEN if assignment is not None else method
+        manifest = _write(graph, layout, scratch / "store", method, seed, budget, doubts)
+        team.only_first("the store", lambda: publish(scratch / "store", target, overwrite), None)
     if team.rank == 0:
         doubts.tell(stacklevel=2)
     return manifest

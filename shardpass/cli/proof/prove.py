@@ -28,7 +28,6 @@ class Place:
     Attributes:
         machine: the running kernel, which tells hosts apart whatever their names.
         cores: those that the rank may use, a bit for each, in hexadecimal.
-        versions: of shardpass and torch.
         memory, bound_by: the fewest bytes that bound the process, and what sets them.
     """
 
@@ -41,11 +40,6 @@ class Place:
     memory: int
     bound_by: str
     versions: str
-
-    @property
-    def num_cores(self) -> int:
-        """How many cores the rank may use."""
-        return int(self.cores, 16).bit_count()
 
     @classmethod
     def of_this_process(cls, comm: Ranks) -> Place:
@@ -117,7 +111,7 @@ def _ranks_table(places: list[Place]) -> Table:
     for rank, place in enumerate(places):
         device = place.device + (f" ({_count(place.gpus, 'GPU')} here)" if place.gpus else "")
         memory = bytes_text(place.memory) if place.memory else "unknown"
-        cells = (place.host, device, str(place.num_cores), str(place.threads), memory, place.bound_by)
+        cells = (place.host, device, str(int(place.cores, 16).bit_count()), str(place.threads), memory, place.bound_by)
         groups.setdefault(cells, []).append(rank)
     for group, ranks in groups.items():
         table.add_row(_ranges(ranks), *group)
@@ -125,7 +119,6 @@ def _ranks_table(places: list[Place]) -> Table:
 
 
 def _links_table(links: list[Link], places: list[Place]) -> Table:
-    """The slowest links, and the median."""
     pairs = len(places) * (len(places) - 1)
     which = f"all {pairs}" if len(links) == pairs else f"{len(links)} of {pairs:,}"
     table = Table(title=f"messages between ranks: the slowest of {which} pairs", title_justify="left")

@@ -27,8 +27,6 @@ from shardpass.data.readers.dgl_partitions import (
 )
 from shardpass.frontends.sar.common_tuples import CanonicalType, PartitionData, Ranges, ShardEdgesAndFeatures
 
-__all__ = ["load_dgl_partition_data", "load_dgl_partition_data_from_graph", "suffix_key_lookup"]
-
 
 class _InEdges(NamedTuple):
     """The edges into this rank's nodes: ids of both ends, the type of each edge and its number in the type."""
