@@ -31,7 +31,6 @@ class Listener(Protocol):
 
     def send(self, record: Sequence[Any]) -> None:
         """Send a record, without blocking."""
-        ...
 
 
 class News:

@@ -41,11 +41,9 @@ class Clock(Protocol):
 
     def monotonic(self) -> float:
         """Seconds since some moment."""
-        ...
 
     def sleep(self, seconds: float, /) -> None:
         """Return after that many seconds."""
-        ...
 
 
 class Pending(Protocol):
@@ -58,7 +56,6 @@ class Pending(Protocol):
             TransportTimeoutError, TransportLostError: without words, which `RawCommunicator.waiting` adds.
             CommunicationError: another rank has failed.
         """
-        ...
 
 
 class ExchangeHandle:
