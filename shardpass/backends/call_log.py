@@ -27,7 +27,7 @@ _WRITE_SECONDS = 2.0  # a file system that has gone must not keep a rank from en
 
 
 @dataclass(slots=True)
-class Call:
+class LoggedCall:
     """A message or a collective of this rank: an entry of its black box, which `cli.black_box` explains.
 
     The times are those of `time.time`, or 0.
@@ -76,13 +76,13 @@ class CallLog:
         self.job = job
         self.folder: str | None = None
         self._rank, self._size = rank, size
-        self._calls: deque[Call] = deque(maxlen=_KEPT_CALLS)
+        self._calls: deque[LoggedCall] = deque(maxlen=_KEPT_CALLS)
         self._why = self._words = ""
         self._writing = threading.Lock()
 
-    def begin(self, path: str, side: str, header: Header, peer: int, count: int, num_bytes: int) -> Call:
+    def begin(self, path: str, side: str, header: Header, peer: int, count: int, num_bytes: int) -> LoggedCall:
         """Add a call, which begins now."""
-        call = Call(path, side, header, peer, count, num_bytes)
+        call = LoggedCall(path, side, header, peer, count, num_bytes)
         self._calls.append(call)
         return call
 
@@ -116,7 +116,7 @@ class CallLog:
         )
 
     def _text(self, why: str) -> str:
-        calls: list[Call] = []
+        calls: list[LoggedCall] = []
         for _ in range(10):
             with suppress(RuntimeError):  # another thread has added a call
                 calls = list(self._calls)

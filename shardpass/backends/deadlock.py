@@ -64,7 +64,7 @@ def message_name(kind: str, peer: int, tag: int) -> str:
     return f"{kind} {peer} {tag}"
 
 
-class Tally:
+class Postings:
     """How often this rank has posted each message."""
 
     def __init__(self) -> None:

@@ -56,7 +56,7 @@ class MessageKey(NamedTuple):
         return (zlib.crc32(struct.pack("<BQQBI", *self)) & 0x7FFFFFFF) % num_slots
 
 
-class Place(NamedTuple):
+class SlotUse(NamedTuple):
     """A slot in use."""
 
     peer: int
@@ -69,11 +69,11 @@ class SlotTable:
 
     def __init__(self, num_slots: int = 1 << 31) -> None:
         self._num_slots = num_slots
-        self._used: dict[Place, MessageKey] = {}
+        self._used: dict[SlotUse, MessageKey] = {}
 
-    def take(self, peer: int, is_sending: bool, key: MessageKey) -> Place:
+    def take(self, peer: int, is_sending: bool, key: MessageKey) -> SlotUse:
         """The place of ``key``. Give it back with `release` when the transfer has completed."""
-        place = Place(peer, is_sending, key.slot(self._num_slots))
+        place = SlotUse(peer, is_sending, key.slot(self._num_slots))
         other = self._used.get(place)
         if other is not None and other != key:
             raise InternalError(f"two messages under way with rank {peer} have the same slot: {other} and {key}")
@@ -85,7 +85,7 @@ class SlotTable:
         self._used[place] = key
         return place
 
-    def release(self, place: Place) -> None:
+    def release(self, place: SlotUse) -> None:
         """Give a place back. A place that is not in use is ignored."""
         self._used.pop(place, None)
 

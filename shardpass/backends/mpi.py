@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from shardpass.backends.failure import Failure, TransportTimeoutError
-from shardpass.backends.identity import MessageKey, Place, SlotTable
-from shardpass.backends.raw import DEFAULT_TIMEOUT
+from shardpass.backends.identity import MessageKey, SlotTable, SlotUse
+from shardpass.backends.primitives import DEFAULT_TIMEOUT
 from shardpass.backends.watch import DEFAULT_HOST_TIMEOUT, WatchedCommunicator
 from shardpass.errors import CommunicationError, require
 
@@ -36,7 +36,7 @@ class _Request:
     a time-out or a divergence. So the job holds the request until then.
     """
 
-    def __init__(self, comm: MpiCommunicator, request: Any, buffer: Any, place: Place | None = None) -> None:
+    def __init__(self, comm: MpiCommunicator, request: Any, buffer: Any, place: SlotUse | None = None) -> None:
         self._comm = comm
         self._request = request
         self._buffer = buffer
@@ -157,7 +157,7 @@ class MpiCommunicator(WatchedCommunicator):
 
     def abort(self, reason: str) -> NoReturn:
         """Print the reason and end the job. It does not return."""
-        print(self.told(reason), file=sys.stderr, flush=True)
+        print(self.last_words(reason), file=sys.stderr, flush=True)
         self.announce(reason)
 
     def _end_job(self) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from shardpass.backends.base import BaseCommunicator
 from shardpass.backends.failure import Failure
 from shardpass.backends.mesh import beat_seconds
-from shardpass.backends.raw import Clock
+from shardpass.backends.primitives import Clock
 from shardpass.errors import CommunicationError, DivergenceError, PeerFailure
 
 _EXPLAIN_SECONDS = 5.0  # how long the reason of a closed connection may take to come

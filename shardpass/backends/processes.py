@@ -196,7 +196,7 @@ def _main(pipe: Connection, rank: int, ranks: int, port: int) -> None:
         if comm is not None and not isinstance(error, PeerFailure):
             with contextlib.suppress(Exception):
                 comm.announce(reason_of(error))
-        packed = _pack_error(error if comm is None else comm.noted(error))
+        packed = _pack_error(error if comm is None else comm.with_note(error))
     with contextlib.suppress(OSError):
         pipe.send_bytes(packed)
     if comm is not None:

@@ -41,7 +41,7 @@ def spawn(
     raise ValueError(f"spawn: the backend is {backend!r}, but it must be 'threads' or 'processes'")
 
 
-class _Run:
+class _ThreadRun:
     """The results of the ranks and their first failure, which their threads fill in."""
 
     def __init__(self, world: ThreadWorld) -> None:
@@ -63,13 +63,13 @@ class _Run:
                     self.first = (comm.rank, error)
             if not follows:
                 comm.announce(reason_of(error))
-            comm.noted(error)
+            comm.with_note(error)
         finally:
             comm.end()
 
 
 def _spawn_threads(fn: Callable[..., T], world: ThreadWorld, args: tuple[Any, ...], timeout: float | None) -> list[T]:
-    run = _Run(world)
+    run = _ThreadRun(world)
     threads: list[threading.Thread] = []
     for comm in world.communicators():
         comm.timeout = comm.timeout if timeout is None else timeout

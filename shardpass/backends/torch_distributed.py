@@ -25,8 +25,8 @@ from torch.distributed import distributed_c10d
 
 from shardpass.backends.failure import Failure, TransportLostError, TransportTimeoutError
 from shardpass.backends.hosts import machine
-from shardpass.backends.identity import MessageKey, Place, SlotTable
-from shardpass.backends.raw import DEFAULT_TIMEOUT, Pending
+from shardpass.backends.identity import MessageKey, SlotTable, SlotUse
+from shardpass.backends.primitives import DEFAULT_TIMEOUT, Pending
 from shardpass.backends.watch import DEFAULT_HOST_TIMEOUT, WatchedCommunicator
 from shardpass.errors import CommunicationError
 
@@ -36,7 +36,7 @@ _BREAK_TAGS = range(1, 5)
 class _Transfer:
     """One gloo send or receive."""
 
-    def __init__(self, work: Any, flat: Tensor, slots: SlotTable, place: Place) -> None:
+    def __init__(self, work: Any, flat: Tensor, slots: SlotTable, place: SlotUse) -> None:
         self._work = work
         self._flat = flat  # kept alive until the transfer is done
         self._slots = slots

@@ -14,9 +14,9 @@ from time import sleep
 from typing import Literal, NoReturn, TypeVar
 
 from shardpass.backends import DEFAULT_TIMEOUT
+from shardpass.backends.environment import Launch, detect
 from shardpass.backends.failure import reason_of
 from shardpass.backends.hosts import CHEAP_TENSORS
-from shardpass.backends.launch import Launch, detect
 from shardpass.cli.console import fail, sentence
 from shardpass.connection import connect, spawn
 from shardpass.core.ranks import Ranks

@@ -34,7 +34,7 @@ class Fields(Mapping[str, Tensor]):
         join: Callable[[Sequence[Tensor]], Tensor] | None = None,
     ) -> None:
         self.info = dict(info)
-        self._keys, self._files, self._join = dict(keys), list(files), join or joined
+        self._keys, self._files, self._join = dict(keys), list(files), join or join_rows
         self._tensors: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -61,6 +61,6 @@ class Fields(Mapping[str, Tensor]):
         return f"Fields({', '.join(described)})"
 
 
-def joined(tensors: Sequence[Tensor]) -> Tensor:
+def join_rows(tensors: Sequence[Tensor]) -> Tensor:
     """The rows of all tensors. If there is a single tensor, they are not copied."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

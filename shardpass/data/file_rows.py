@@ -135,7 +135,7 @@ def row_range(rows: Tensor | FileRows, start: int, stop: int) -> Tensor:
     return rows.block(start, stop) if isinstance(rows, FileRows) else rows[start:stop]
 
 
-def loaded(rows: Tensor | FileRows) -> Tensor:
+def in_memory(rows: Tensor | FileRows) -> Tensor:
     """The whole array in memory."""
     return rows.load() if isinstance(rows, FileRows) else rows
 

@@ -16,7 +16,7 @@ from shardpass.data.rows import SIGNED_TWIN
 _EDGES_AT_ONCE = 1 << 16
 
 
-class Piece(NamedTuple):
+class EdgePiece(NamedTuple):
     """Some edges from one source part: where they are stored, and where they stand among those of the same owner."""
 
     source: int
@@ -44,7 +44,7 @@ class MergedEdges:
         """The edges from each rank's nodes."""
         return [self._from_owner(owner) for owner in range(len(self.groups))]
 
-    def joined(self, tensors: Sequence[Tensor]) -> Tensor:
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """The rows of all parts, each part's as they are stored, in the order of the list."""
         out = torch.empty((sum(self._counts), *tensors[0].shape[1:]), dtype=tensors[0].dtype)
         twin = SIGNED_TWIN.get(out.dtype, out.dtype)
@@ -104,7 +104,7 @@ class MergedEdges:
             before += int(starts[:, -1].sum())
 
 
-def _pieces(group: range, part: PartEdges, starts: Tensor, before: int) -> Iterator[Piece]:
+def _pieces(group: range, part: PartEdges, starts: Tensor, before: int) -> Iterator[EdgePiece]:
     """The edges of a part from the source parts of a group, some destinations at a time.
 
     Args:
@@ -123,5 +123,5 @@ def _pieces(group: range, part: PartEdges, starts: Tensor, before: int) -> Itera
             begin, end = int(some[place, 0]), int(some[place, -1])
             shift = firsts[:, place] - (some[place, :-1] - begin)
             places = torch.repeat_interleave(shift, counts[place], output_size=end - begin) + torch.arange(end - begin)
-            yield Piece(source, slice(edge_starts[source] + begin, edge_starts[source] + end), places)
+            yield EdgePiece(source, slice(edge_starts[source] + begin, edge_starts[source] + end), places)
         row = stop

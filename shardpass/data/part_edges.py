@@ -68,7 +68,7 @@ class PartEdges:
         )
 
 
-def checked_edges(manifest: Manifest, edge_type: EdgeType, part: int, file: TensorFile, mapped: bool) -> PartEdges:
+def check_edges(manifest: Manifest, edge_type: EdgeType, part: int, file: TensorFile, mapped: bool) -> PartEdges:
     """The edges of a part, after every number has been found to be where it must be. Edge ids are not looked at.
 
     With `mapped`, they are looked at in the mapped file, since they will be used there.

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from shardpass.core.ranks import require_count
-from shardpass.data.file_rows import loaded
+from shardpass.data.file_rows import in_memory
 from shardpass.data.kaminpar_parts import kaminpar_parts
 from shardpass.data.metis import metis_parts
-from shardpass.data.raw import NODE, NodeType, RawGraph, checked_ids
+from shardpass.data.raw import NODE, NodeType, RawGraph, check_ids
 from shardpass.data.streaming import Budget
 
 _MOST_THREADS = 4096
@@ -144,7 +144,7 @@ def _given_parts(graph: RawGraph, parts: int, assignment: Any) -> dict[NodeType,
     given = {}
     for kind, count in graph.num_nodes.items():
         what = f"the parts assigned to nodes of type {kind!r}"
-        part_of = loaded(checked_ids(assignment[kind], parts, what, "parts"))
+        part_of = in_memory(check_ids(assignment[kind], parts, what, "parts"))
         if len(part_of) != count:
             raise ValueError(f"{what} have the shape [{len(part_of)}]; expected [{count}], one part per node")
         given[kind] = part_of.int()

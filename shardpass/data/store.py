@@ -13,7 +13,7 @@ from shardpass.data import keys
 from shardpass.data.fields import Fields
 from shardpass.data.manifest import MANIFEST_NAME, Manifest, read_manifest
 from shardpass.data.names import Names
-from shardpass.data.part_edges import PartEdges, checked_edges
+from shardpass.data.part_edges import PartEdges, check_edges
 from shardpass.data.raw import EdgeType, NodeType
 from shardpass.data.soundness import are_pairs, check_nodes, contradictions
 from shardpass.data.tensor_file import TensorFile
@@ -41,7 +41,7 @@ class Store:
 
     def part_edges(self, edge_type: EdgeType, part: int, mapped: bool = False) -> PartEdges:
         """A part's edges of one type, verified in the mapped file if `PartEdges.from_part` will be asked for them."""
-        return checked_edges(self.manifest, edge_type, part, self.files[part], mapped)
+        return check_edges(self.manifest, edge_type, part, self.files[part], mapped)
 
     def edge_id_blocks(self, edge_type: EdgeType, part: int) -> Iterator[Tensor]:
         """The original positions of a part's edges, block by block, int32 or int64. Refused as `part_edges`."""

@@ -65,7 +65,7 @@ class Team:
         unpacked: T = self.together(label, lambda: pickle.loads(found.numpy().data))
         return unpacked
 
-    def joined(self, writer: RowWriter) -> FileRows:
+    def join(self, writer: RowWriter) -> FileRows:
         """The rows that all ranks have written, those of lower ranks first, in one file."""
         if self._comm is None:
             return writer.rows()

@@ -33,8 +33,8 @@ from shardpass.core.training import cross_entropy
 from shardpass.errors import NeedsHaloError, PeerFailure, RefusedError
 from shardpass.planning.sizes import GraphCounts, sizes_of
 
-Graph = str | os.PathLike[str] | GraphCounts
-Call = Callable[[nn.Module, ShardedGraph], Any]
+GraphSource = str | os.PathLike[str] | GraphCounts
+ModelCall = Callable[[nn.Module, ShardedGraph], Any]
 Loss = Callable[[Any, ShardedGraph], Tensor]
 
 _CALL = "plan(model, graph, ranks, modes)"
@@ -141,9 +141,9 @@ def _ranks(count: int) -> str:
 
 
 def plan(
-    model: nn.Module, graph: Graph, ranks: Sequence[int] = (1, 2, 4, 8), modes: Iterable[Mode] = MODES, *,
+    model: nn.Module, graph: GraphSource, ranks: Sequence[int] = (1, 2, 4, 8), modes: Iterable[Mode] = MODES, *,
     budget: str | float | None = None, options: Options | None = None,
-    optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.Adam, call: Call | None = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.Adam, call: ModelCall | None = None,
     loss: Loss | None = None, frontend: Literal["pyg", "dgl"] = "pyg", checkpoint: Checkpoint = None,
     ranks_per_host: int = 1, comm: Ranks | None = None, progress: Callable[[int, int], None] | None = None,
 ) -> Plan:  # fmt: skip
@@ -225,7 +225,7 @@ class _Planner:
     """Makes the estimates of one plan."""
 
     training: Training
-    graph: Graph
+    graph: GraphSource
     options: Options
     per_host: int
     progress: Callable[[int, int], None] | None = None
@@ -292,7 +292,7 @@ def _plan_on_first_rank(comm: Ranks, planner: _Planner, modes: Iterable[Mode], b
 
 
 def _training(
-    model: nn.Module, optimizer: Callable[[Any], torch.optim.Optimizer], call: Call | None, loss: Loss | None,
+    model: nn.Module, optimizer: Callable[[Any], torch.optim.Optimizer], call: ModelCall | None, loss: Loss | None,
     frontend: Literal["pyg", "dgl"] = "pyg", checkpoint: Checkpoint = None,
 ) -> Training:  # fmt: skip
     call, loss = call or _CALLS[frontend], loss or _cross_entropy
@@ -314,7 +314,7 @@ def _features(graph: ShardedGraph) -> Any:
     return graph.x if graph.is_homogeneous else graph.x_dict
 
 
-_CALLS: dict[str, Call] = {
+_CALLS: dict[str, ModelCall] = {
     "pyg": lambda model, graph: model(_features(graph), graph),
     "dgl": lambda model, graph: model(graph, _features(graph)),
 }

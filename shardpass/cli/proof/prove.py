@@ -51,7 +51,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Proof:
     """What is wrong, in sentences, the same on every rank; and the rank that says it."""
 
     problems: list[str]
@@ -67,7 +67,7 @@ class Verdict:
             raise SystemExit(1)
 
 
-def prove_rank(comm: Ranks, config: None = None) -> Verdict:
+def prove_rank(comm: Ranks, config: None = None) -> Proof:
     """What was found of these ranks, which rank 0 shows as tables. Collective."""
     start, console = perf_counter(), output()
     console.quiet = comm.rank > 0
@@ -99,7 +99,7 @@ def prove_rank(comm: Ranks, config: None = None) -> Verdict:
             "This was one rank alone. To test more, put a launcher before it, as in `mpirun -n 4 shardpass test` or "
             "`torchrun --nproc-per-node 4 --no-python shardpass test`, or add --ranks 4."
         )
-    return Verdict(problems, comm.rank)
+    return Proof(problems, comm.rank)
 
 
 def _ranks_table(places: list[Place]) -> Table:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardpass.data.file_rows import FileRows, loaded, row_range
+from shardpass.data.file_rows import FileRows, in_memory, row_range
 from shardpass.errors import StoreError, require
 
 _EXAMPLES = 5
@@ -55,7 +55,7 @@ class Names:
         found = np.empty(node_ids.numel(), dtype=object)
         stops = _take(self.ends, node_ids)
         starts = np.where(node_ids.numpy() == 0, 0, _take(self.ends, (node_ids - 1).clamp(min=0)))
-        text = loaded(self.values).numpy().data
+        text = in_memory(self.values).numpy().data
         for row, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist())):
             found[row] = str(text[start:stop], "utf-8")
         return found

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from shardpass.data.raw import RawGraph
-from shardpass.data.readers.adjacency import is_sparse
 from shardpass.data.readers.dgl import is_dgl, read_dgl
 from shardpass.data.readers.dgl_partitions import read_dgl_partition
 from shardpass.data.readers.graph_files import GraphFiles, stream_edge_list
@@ -19,6 +18,7 @@ from shardpass.data.readers.mapping import read_mapping
 from shardpass.data.readers.npz import read_npz
 from shardpass.data.readers.ogb import PREFIX, is_ogb, stream_ogb
 from shardpass.data.readers.pyg import is_pyg, read_data, read_hetero
+from shardpass.data.readers.sparse_matrix import is_sparse
 
 _KNOWN = (
     "a PyG Data or HeteroData, a DGLGraph, a path to .npz or to the .json of a DGL partition, a dict of arrays, "

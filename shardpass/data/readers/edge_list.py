@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from shardpass.core.ranks import refuse_irregular
-from shardpass.data.file_rows import loaded
+from shardpass.data.file_rows import in_memory
 from shardpass.data.raw import EDGE, NODE, EdgeArrays, RawGraph
 from shardpass.data.readers.graph_files import columns_of, open_edges
 from shardpass.data.readers.mapping import count_nodes
@@ -61,7 +61,7 @@ def _load_edges(edges: Any) -> tuple[EdgeArrays, Any]:
         return columns_of(as_tensor(_load(edges, "edges"), "edges")), None
     with tempfile.TemporaryDirectory() as scratch:
         ends, weights = open_edges(Path(edges), Budget(Path(scratch)))
-        return EdgeArrays(loaded(ends.src), loaded(ends.dst)), None if weights is None else loaded(weights)
+        return EdgeArrays(in_memory(ends.src), in_memory(ends.dst)), None if weights is None else in_memory(weights)
 
 
 def _load(values: Any, what: str) -> Any:

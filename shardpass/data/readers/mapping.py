@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardpass.data.raw import ADJACENCY, EDGE, NODE, EdgeArrays, EdgeType, RawGraph, Scalar
-from shardpass.data.readers.adjacency import refuse_matrix, weight_names, with_edges
+from shardpass.data.readers.sparse_matrix import refuse_matrix, weight_names, with_edges
 from shardpass.data.rows import as_tensor
 
 

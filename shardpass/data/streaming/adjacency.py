@@ -27,7 +27,7 @@ EDGE_BYTES, NODE_BYTES = 12, 16
 place in backward; for each node where its edges begin, in both orders, and its original id."""
 
 
-class Run(NamedTuple):
+class Neighbourhoods(NamedTuple):
     """The neighbours of the nodes first, first + 1, ...: those of the i-th are `neighbours[starts[i] : starts[i + 1]]`.
 
     They ascend. A node is a neighbour whatever the direction of the edge. Self-loops do not count.
@@ -90,7 +90,7 @@ class Adjacency:
             src, dst = (torch.cat(parts) for parts in zip(*ends)) if ends else torch.empty(2, 0, dtype=torch.long)
             self._all = to_run(0, self.num_nodes, torch.cat([src, dst]).numpy(), torch.cat([dst, src]).numpy())
 
-    def runs(self) -> Iterator[Run]:
+    def runs(self) -> Iterator[Neighbourhoods]:
         """All nodes in ascending order, once, on rank 0. The other ranks help and are given nothing. Collective."""
         team = self.budget.team
         if self._buckets is None:
@@ -101,7 +101,7 @@ class Adjacency:
             columns = [team.to_first("merged edges", array) for array in own]
             for bucket, arrays in enumerate(zip(*columns), first):
                 if team.rank == 0 and bucket < len(self._buckets):
-                    yield Run(int(self._buckets.starts[bucket]), *arrays)
+                    yield Neighbourhoods(int(self._buckets.starts[bucket]), *arrays)
 
     def weights(self, parts: int, given: Tensor | None = None) -> Tensor:
         """What each node weighs, int64 [num_nodes], so that what ranks hold is balanced: `given`, or bytes.
@@ -165,10 +165,10 @@ class Adjacency:
                 yield nodes.numpy(), records
 
 
-def _run_of(buckets: Buckets, bucket: int) -> Run:
+def _run_of(buckets: Buckets, bucket: int) -> Neighbourhoods:
     """The nodes of a bucket, or none behind the last one."""
     if bucket >= len(buckets):
-        return Run(0, *np.empty((3, 0), np.int64))
+        return Neighbourhoods(0, *np.empty((3, 0), np.int64))
     first, last = (int(node) for node in buckets.starts[bucket : bucket + 2])
     records = buckets.read(bucket, remove=True)
     return to_run(first, last - first, records["node"], records["neighbour"])
@@ -207,7 +207,7 @@ def _row_bytes(fields: Mapping[str, Field]) -> int:
     return sum(math.prod(field.shape[1:]) * field.dtype.itemsize for field in fields.values())
 
 
-def to_run(first: int, count: int, nodes: Array, neighbours: Array) -> Run:
+def to_run(first: int, count: int, nodes: Array, neighbours: Array) -> Neighbourhoods:
     """The run of `count` nodes from pairs (node, neighbour) in any order."""
     keep = nodes != neighbours
     rows, neighbours = nodes[keep].astype(np.int64) - first, neighbours[keep]
@@ -215,4 +215,4 @@ def to_run(first: int, count: int, nodes: Array, neighbours: Array) -> Run:
     ascending = torch.sort(torch.from_numpy((rows << bits) | neighbours)).values
     pairs, multiplicity = torch.unique_consecutive(ascending, return_counts=True)
     starts = torch.searchsorted(pairs, torch.arange(count + 1) << bits)
-    return Run(first, starts.numpy(), (pairs & ((1 << bits) - 1)).numpy(), multiplicity.numpy())
+    return Neighbourhoods(first, starts.numpy(), (pairs & ((1 << bits) - 1)).numpy(), multiplicity.numpy())

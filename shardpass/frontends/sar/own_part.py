@@ -213,7 +213,7 @@ def take_over(part: OwnPart, every: Sequence[Schema]) -> None:
 # ---- several types as one
 
 
-def merged(part: OwnPart, node_ranges: Ranges, every: Sequence[Schema]) -> OwnPart:
+def merge_types(part: OwnPart, node_ranges: Ranges, every: Sequence[Schema]) -> OwnPart:
     """The part with all types made one, as ``dgl.to_homogeneous`` does it. Nodes are in the order of `node_ranges`.
 
     Features that all types have with one dtype and shape are kept. Ids count on from one type to the next. `every` are

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardpass.backends.call_log import CallLog
 from shardpass.backends.communicator import Communicator
-from shardpass.backends.deadlock import COLLECTIVE, Position, Tally, describe_stuck, stuck_ranks
+from shardpass.backends.deadlock import COLLECTIVE, Position, Postings, describe_stuck, stuck_ranks
 from shardpass.backends.failure import (
     Failure,
     TransportLostError,
@@ -111,7 +111,7 @@ class RawCommunicator(Communicator):
         self.calls = CallLog(rank, size)
         self.collectives = 0
         self._epoch = 0
-        self._tally = Tally()
+        self._postings = Postings()
         self._moved: Counter[tuple[str, int]] = Counter()  # messages and collectives between devices, by their ends
         self._moving: list[list[Position]] = []  # groups of messages between devices that have not ended, as awaited
         self._have_moved: Counter[str] = Counter()  # messages between devices that have ended, as the peer awaits them
@@ -202,20 +202,20 @@ class RawCommunicator(Communicator):
                 else "The other ranks are alive: one of them is slower than that, or has taken another path"
             )
             text = f"rank {self.rank} has waited {seconds:.0f} s in {position.text}, and nothing came. {why}"
-            raise self.noted(CommunicationError(text)) from None
+            raise self.with_note(CommunicationError(text)) from None
         except TransportLostError as error:
             peers = sorted({one.peer for one in self._waits()})
             known = self._explain_lost(range(self.size) if -1 in peers else peers)
             if known is not None:
-                raise self.noted(known) from None
+                raise self.with_note(known) from None
             peer = " or ".join(f"rank {peer}" if peer >= 0 else "another rank" for peer in peers)
             text = (
                 f"rank {self.rank} lost its connection with {peer} in {position.text}; that rank died, or ended before "
                 f"the others ({error})"
             )
-            raise self.noted(CommunicationError(text)) from None
+            raise self.with_note(CommunicationError(text)) from None
         except CommunicationError as error:
-            self.noted(error)
+            self.with_note(error)
             raise
         finally:
             self._where = None
@@ -233,7 +233,7 @@ class RawCommunicator(Communicator):
         if position is None or now < self._next_look or self.failure.happened:
             return
         self._next_look = now + _LOOK_SECONDS
-        position = replace(position, epoch=epoch, posted={**self._tally.posted(), COLLECTIVE: self.collectives})
+        position = replace(position, epoch=epoch, posted={**self._postings.posted(), COLLECTIVE: self.collectives})
         self._show(position)
         texts = {rank: text for rank, text in self._published().items() if text and rank != self.rank}
         positions = {self.rank: position, **{rank: Position.from_json(text) for rank, text in texts.items()}}
@@ -308,13 +308,13 @@ class RawCommunicator(Communicator):
         self._spread_failure(first_failure(self.rank, reason))
         self.calls.write(first_failure(self.rank, reason))
 
-    def told(self, reason: str) -> str:
+    def last_words(self, reason: str) -> str:
         """What this rank prints when it fails. Its last calls are written."""
         text = first_failure(self.rank, reason)
         words = self.calls.write(text)
         return f"shardpass: {text}" + f" ({words})" * bool(words)
 
-    def noted(self, error: E) -> E:
+    def with_note(self, error: E) -> E:
         """``error``, with a note that names the file with this rank's last calls, which is written."""
         is_told = isinstance(error, CommunicationError)
         add_note(error, self.calls.write(str(error) if is_told else first_failure(self.rank, reason_of(error))))
@@ -339,7 +339,7 @@ class RawCommunicator(Communicator):
     def _check_failed(self) -> None:
         error = self.failure.error()
         if error is not None:
-            raise self.noted(error)
+            raise self.with_note(error)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a communicator belongs to its process; save model.state_dict() instead")
