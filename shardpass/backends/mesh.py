@@ -29,7 +29,6 @@ from shardpass.errors import CommunicationError
 _HELLO = struct.Struct("<8sII32s")  # who calls whom, and a random number
 _MAGIC = b"SPMESH1\n"
 _PROOF_BYTES = 32
-_LENGTH = struct.Struct("<I")
 _MAX_RECORD_BYTES = 1 << 24
 _GREETING_SECONDS = 5.0  # that the other end of a new connection may take to prove what it is
 _SEND_SECONDS = 3.0
@@ -52,7 +51,7 @@ class Peer:
 
     def __init__(self, connection: socket.socket, host_timeout: float) -> None:
         self._socket = connection
-        self._received = bytearray()
+        self._received = b""
         self._unsent = bytearray()
         self._sending = threading.Lock()
         connection.setblocking(False)
@@ -66,13 +65,12 @@ class Peer:
         return self._socket.fileno()
 
     def send(self, record: Sequence[Any]) -> None:
-        """Send a JSON-representable record. It does not block: what a slow peer cannot take goes with the next record.
+        """Send a record as a line of JSON. It does not block: what a slow peer cannot take goes with the next record.
 
         A peer that has gone is found out by whoever receives from it.
         """
-        raw = json.dumps(record).encode()
         with self._sending, contextlib.suppress(OSError):
-            self._unsent += _LENGTH.pack(len(raw)) + raw
+            self._unsent += json.dumps(record).encode() + b"\n"
             while self._unsent:
                 del self._unsent[: self._socket.send(self._unsent)]
 
@@ -90,18 +88,10 @@ class Peer:
             return []
         if not new:
             raise EOFError
-        self._received += new
-        records = []
-        while len(self._received) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._received)
-            end = _LENGTH.size + length
-            if length > _MAX_RECORD_BYTES:
-                raise ValueError(f"a record of {length} bytes")
-            if len(self._received) < end:
-                break
-            records.append(json.loads(bytes(self._received[_LENGTH.size : end])))
-            del self._received[:end]
-        return records
+        *lines, self._received = (self._received + new).split(b"\n")
+        if len(self._received) > _MAX_RECORD_BYTES:
+            raise ValueError(f"a record of more than {_MAX_RECORD_BYTES} bytes")
+        return [json.loads(line) for line in lines]
 
     def close(self) -> None:
         """Close this end, once the peer has taken what is left, or has had some time to."""

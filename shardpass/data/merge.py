@@ -92,5 +92,6 @@ def _merged_edges(
     parts = [store.part_edges(edge_type, part, mapped=is_stored) for part in groups[rank]]
     merged = MergedEdges(parts, groups, rank, store.manifest.offsets[edge_type[0]])
     join = join_rows if is_stored else merged.join
-    owners = [parts[0].from_part(part) for part in range(len(groups))] if is_stored else merged.owners()
+    from_owner = parts[0].from_part if is_stored else merged.from_owner
+    owners = [from_owner(owner) for owner in range(len(groups))]
     return RankEdges(parts, owners, lambda: join([store.edge_ids(edge_type, part) for part in groups[rank]])), join

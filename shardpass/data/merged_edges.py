@@ -32,17 +32,12 @@ class MergedEdges:
     Args:
         parts: the rank's edges, part by part.
         groups: the parts of each rank.
-        rank: this rank.
         offsets: of the source nodes of the parts, num_parts + 1 numbers.
     """
 
     def __init__(self, parts: Sequence[PartEdges], groups: Sequence[range], rank: int, offsets: Sequence[int]) -> None:
         self.parts, self.groups, self.rank, self.offsets = parts, groups, rank, offsets
         self._counts = [sum(sum(part.counts[group.start : group.stop]) for part in parts) for group in groups]
-
-    def owners(self) -> list[OwnerEdges]:
-        """The edges from each rank's nodes."""
-        return [self._from_owner(owner) for owner in range(len(self.groups))]
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """The rows of all parts, each part's as they are stored, in the order of the list."""
@@ -54,7 +49,8 @@ class MergedEdges:
                     out.view(twin)[piece.places] = rows.view(twin)[piece.stored]
         return out
 
-    def _from_owner(self, owner: int) -> OwnerEdges:
+    def from_owner(self, owner: int) -> OwnerEdges:
+        """The edges from a rank's nodes."""
         group, num_edges = self.groups[owner], self._counts[owner]
         shift = [self.offsets[source] - self.offsets[group.start] for source in group]
         needed: list[Tensor] = []  # of each source part, the rows that any of the rank's parts needs, ascending

@@ -15,7 +15,7 @@ from shardpass.data.manifest import MANIFEST_NAME, Manifest, read_manifest
 from shardpass.data.names import Names
 from shardpass.data.part_edges import PartEdges, check_edges
 from shardpass.data.raw import EdgeType, NodeType
-from shardpass.data.soundness import are_pairs, check_nodes, contradictions
+from shardpass.data.soundness import are_pairs, check_nodes, contradiction
 from shardpass.data.tensor_file import TensorFile
 from shardpass.errors import StoreError
 
@@ -126,7 +126,7 @@ def open_store(path: str | os.PathLike[str]) -> Store:
     """
     directory = require_path(path, "the folder of a store")
     manifest = read_manifest(directory)
-    problem = next(contradictions(manifest), None)
+    problem = contradiction(manifest)
     if problem:
         raise StoreError(f"{directory / MANIFEST_NAME} contradicts itself: {problem}")
     return Store(directory, manifest)

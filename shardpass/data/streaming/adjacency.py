@@ -62,16 +62,13 @@ class Adjacency:
         self.num_nodes = sum(graph.num_nodes.values())
         self.total = sum(graph.num_edges.values())
         self.in_degrees, self.in_bytes, degrees = (torch.zeros(self.num_nodes, dtype=torch.long) for _ in range(3))
-        done = 0
-        for kind in graph.edges:
-            num_bytes = torch.tensor(EDGE_BYTES + _row_bytes(graph.edge_fields[kind]))
-            for start, src, dst in _edges_of(graph, kind, budget.block_edges, budget.team):
-                budget.report("count", done + start, self.total)
-                ones = torch.ones(len(src), dtype=torch.long)
-                self.in_degrees.index_add_(0, dst, ones)
-                self.in_bytes.index_add_(0, dst, num_bytes.expand(len(dst)))
-                degrees.index_add_(0, src, ones)
-            done += graph.num_edges[kind]
+        num_bytes = {kind: torch.tensor(EDGE_BYTES + _row_bytes(graph.edge_fields[kind])) for kind in graph.edges}
+        for done, kind, src, dst in joined_edges(graph, budget.block_edges, budget.team):
+            budget.report("count", done, self.total)
+            ones = torch.ones(len(src), dtype=torch.long)
+            self.in_degrees.index_add_(0, dst, ones)
+            self.in_bytes.index_add_(0, dst, num_bytes[kind].expand(len(dst)))
+            degrees.index_add_(0, src, ones)
         self.in_degrees, self.in_bytes, degrees = (
             budget.team.sum("degrees", counts) for counts in (self.in_degrees, self.in_bytes, degrees)
         )
@@ -138,7 +135,7 @@ class Adjacency:
         In front of it, about as many as that keeps. Degrees count as `_LARGEST_DEGREE` where they are larger.
         """
         smaller = torch.zeros(min(int(degrees.max()), _LARGEST_DEGREE) + 1, dtype=torch.long)
-        for _, src, dst in joined_edges(self.graph, self.budget.block_edges, self.budget.team):
+        for _, _, src, dst in joined_edges(self.graph, self.budget.block_edges, self.budget.team):
             degree = torch.minimum(degrees[src], degrees[dst]).clamp(max=_LARGEST_DEGREE)
             smaller += torch.bincount(degree, minlength=len(smaller))
         smaller = self.budget.team.sum("smaller degrees", smaller)
@@ -148,8 +145,8 @@ class Adjacency:
         return int(kept[limit - 1]), limit / degrees.clamp(1, _LARGEST_DEGREE).float()
 
     def _edges(self, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """As `joined_edges`, without those that are left out."""
-        for done, src, dst in joined_edges(self.graph, count, self.budget.team):
+        """As `joined_edges`, without types, and without those that are left out."""
+        for done, _, src, dst in joined_edges(self.graph, count, self.budget.team):
             if self._sampled is None:
                 yield done, src, dst
             else:
@@ -182,24 +179,17 @@ def _uniform(src: Tensor, dst: Tensor) -> Tensor:
     return ((mixed ^ (mixed >> 31)) & ((1 << 24) - 1)).float() / (1 << 24)
 
 
-def joined_edges(graph: RawGraph, count: int, team: Team) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """This rank's edges of all types, at most `count` at a time: the number of edges before them, and both ends.
+def joined_edges(graph: RawGraph, count: int, team: Team) -> Iterator[tuple[int, EdgeType, Tensor, Tensor]]:
+    """This rank's edges of all types, at most `count` at a time: how many are before them, their type, and both ends.
 
     The ids run on over the node types, in the order of `graph.num_nodes`. Every rank has as many blocks.
     """
-    done = 0
-    for kind in graph.edges:
-        for start, src, dst in _edges_of(graph, kind, count, team):
-            yield done + start, src, dst
-        done += graph.num_edges[kind]
-
-
-def _edges_of(graph: RawGraph, kind: EdgeType, count: int, team: Team) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """The edges of one type, as in `joined_edges`."""
     firsts = dict(zip(graph.num_nodes, np.cumsum([0, *graph.num_nodes.values()]).tolist()))
-    arrays = graph.edges[kind]
-    for (start, src), (_, dst) in zip(team.blocks(arrays.src, count), team.blocks(arrays.dst, count)):
-        yield start, src.long() + firsts[kind[0]], dst.long() + firsts[kind[2]]
+    done = 0
+    for kind, arrays in graph.edges.items():
+        for (start, src), (_, dst) in zip(team.blocks(arrays.src, count), team.blocks(arrays.dst, count)):
+            yield done + start, kind, src.long() + firsts[kind[0]], dst.long() + firsts[kind[2]]
+        done += graph.num_edges[kind]
 
 
 def _row_bytes(fields: Mapping[str, Field]) -> int:
