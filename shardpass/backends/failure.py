@@ -19,14 +19,10 @@ class TransportLostError(Exception):
 
 
 class Failure:
-    """The first failure of a communicator. Later ones are ignored.
+    """The first failure of a communicator. Later ones are ignored. `noticed` says whether somebody was given it.
 
-    Args:
-        parent: the failure of the whole job, which is also a failure of each of its communicators. A divergence
-            concerns only the communicator on which it happened.
-
-    Attributes:
-        noticed: whether somebody has been given the failure as an exception.
+    The failure of the whole job, `parent`, is one of each of its communicators. A divergence concerns only the
+    communicator on which it happened.
     """
 
     def __init__(self, parent: Failure | None = None) -> None:

@@ -29,11 +29,9 @@ class Message:
 
 
 class RecordingCommunicator(DelegatingCommunicator):
-    """``inner`` with a record of its messages.
+    """``inner`` with a record of its `messages`, in the order of the calls, those of duplicates included.
 
-    Attributes:
-        messages: in the order of the calls, those of duplicates included. A message without payload is not sent, so it
-            is not written down either.
+    A message without payload is not sent, so it is not written down either.
     """
 
     def __init__(self, inner: Communicator, messages: list[Message] | None = None) -> None:

@@ -21,11 +21,7 @@ _SHOWN = 8
 
 
 def diagnose(boxes: Boxes) -> list[str]:
-    """Sentences: what the ranks say, where each of them was, and which one to look at first.
-
-    Args:
-        boxes: of the ranks of one job, by rank; at least one.
-    """
+    """Sentences: what the ranks of one job say, where each of them was, and which one to look at first."""
     first = next(iter(boxes.values()))
     lines = [f"job {first.job}: {_ranks(boxes)} of {first.size} left a black box."]
     causes = {rank: _cause(box) for rank, box in boxes.items()}

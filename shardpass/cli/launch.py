@@ -119,8 +119,7 @@ def launcher_environment() -> dict[str, str]:
 def launch_command(launcher: str, ranks: int, module: str) -> list[str] | None:
     """The command that runs ``python -m module`` on `ranks` ranks, without arguments; `None` if there is no mpirun.
 
-    Args:
-        launcher: ``"mpirun"``, ``"torchrun"``, or ``"none"`` for a plain process.
+    The launcher is ``"mpirun"``, ``"torchrun"``, or ``"none"`` for a plain process.
     """
     if launcher == "none":
         return [sys.executable, "-m", module]

@@ -46,8 +46,7 @@ _BLOCK_ROWS = 1 << 20
 class EdgeArrays:
     """The edges of one type: edge i goes from node `src[i]` to node `dst[i]`.
 
-    Args:
-        src, dst: integer arrays of any kind, [num_edges]. Arrays in files (`FileRows`) are never read as a whole.
+    Both are integer arrays of any kind, [num_edges]. Arrays in files (`FileRows`) are never read as a whole.
     """
 
     src: Any
@@ -99,10 +98,8 @@ class RawGraph:
         """The same graph, checked, with torch tensors for all arrays. Memory is shared where that is possible.
 
         The ends of the edges become int32 or int64 tensors on the CPU, or stay in their files. Every node type has an
-        entry in `node_fields`, and every edge type one in `edge_fields`.
-
-        Args:
-            share: says of which rows the ids are checked, if they are in files, given the number of rows.
+        entry in `node_fields`, and every edge type one in `edge_fields`. Given the number of rows of an array in a
+        file, `share` says of which of them the ids are checked.
         """
         for node_type, count in self.num_nodes.items():
             _check_name(node_type)

@@ -63,10 +63,7 @@ def _identity(file: Any) -> tuple[int, int]:
 
 
 class TensorFile:
-    """A written file, memory-mapped.
-
-    Args:
-        record: what `write_tensors` returned.
+    """A file that `write_tensors` has written, with the record that it returned. It is memory-mapped.
 
     Raises:
         StoreError: when the file is missing, has another size, or its header is altered. The error names the file.
@@ -126,8 +123,7 @@ class TensorFile:
     def blocks(self, key: str, mapped: bool = False) -> Iterator[Tensor]:
         """The numbers of a tensor in consecutive blocks, [n] each.
 
-        Args:
-            mapped: give views of the mapped file, whose pages are in memory from then on, in place of copies.
+        They are copies, or if `mapped` views of the mapped file, whose pages are in memory from then on.
         """
         digest, info = hashlib.sha256(), self._infos[key]
         count, step = math.prod(info.shape), _BLOCK_BYTES // info.dtype.itemsize

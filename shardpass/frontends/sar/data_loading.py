@@ -102,8 +102,7 @@ def _part_of(
 ) -> PartitionData:  # fmt: skip
     """The edges by the part of their source, sorted by type and then by number, and everything else as it is.
 
-    Args:
-        features: of the edges, by full name. The row of an edge is its number less the entry of `starts` of its type.
+    The features of edges are by full name. The row of an edge is its number less the entry of `starts` of its type.
     """
     order = torch.from_numpy(np.lexsort((edges.numbers.numpy(), edges.kinds.numpy())))
     src, dst, kinds, numbers = (tensor[order] for tensor in edges)
