@@ -63,7 +63,7 @@ def partition(
             files and the same folder of `path`. Rank 0 alone runs KaMinPar or METIS: pass `connect` a longer `timeout`.
 
     Raises:
-        StoreError: when something is at `path` already.
+        StoreError: when something is at `path` already. With `overwrite`, a store that is there is replaced.
         DivergenceError: when ranks passed different arguments.
         OSError: when a file cannot be written. If the disk is full, the message names the file and its size.
         ValueError, TypeError: when the graph or an argument is wrong; the message says how.
