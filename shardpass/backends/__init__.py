@@ -9,11 +9,11 @@ from shardpass.backends.base import BaseCommunicator
 from shardpass.backends.communicator import Communicator, Handle, ReduceOp
 from shardpass.backends.connect import TIMEOUT_VARIABLE, connect
 from shardpass.backends.delegating import DelegatingCommunicator
+from shardpass.backends.environment import Launch, detect
 from shardpass.backends.failure import Failure, TransportLostError, TransportTimeoutError, first_failure, reason_of
 from shardpass.backends.hosts import CHEAP_TENSORS, addresses_of, huge_pages, lacks_cheap_tensors, reuse_memory
-from shardpass.backends.launch import Launch, detect
 from shardpass.backends.local import LocalCommunicator
-from shardpass.backends.raw import DEFAULT_TIMEOUT, Pending
+from shardpass.backends.primitives import DEFAULT_TIMEOUT, Pending
 from shardpass.backends.recording import Message, RecordingCommunicator
 from shardpass.backends.spawn import spawn
 

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from shardpass.backends.communicator import Handle, ReduceOp
 from shardpass.backends.deadlock import COLLECTIVE, Position, Words, message_name
-from shardpass.backends.handle import ExchangeHandle, Step
 from shardpass.backends.identity import (
     COLLECTIVE_LANE,
     DTYPES,
@@ -38,7 +37,7 @@ from shardpass.backends.identity import (
     header_of,
     mismatch,
 )
-from shardpass.backends.raw import Pending, RawCommunicator
+from shardpass.backends.primitives import ExchangeHandle, Pending, RawCommunicator, Step
 from shardpass.backends.shared_memory import share
 from shardpass.errors import DivergenceError
 
@@ -139,7 +138,7 @@ class BaseCommunicator(RawCommunicator):
         raw = torch.empty(HEADER_BYTES, dtype=torch.uint8)
         landing, is_inline = self._staged(recv), recv.nbytes <= INLINE_BYTES
         is_apart = is_inline or self.is_direct
-        count = self._tally.add("recv", source, header.number)
+        count = self._postings.add("recv", source, header.number)
         awaits = message_name("send", self.rank, header.number)
         position = Position(Words(header, f" from rank {source}"), awaits, count, source)
         call = self.calls.begin(self.path, "recv", header, source, count, recv.nbytes)
@@ -166,7 +165,7 @@ class BaseCommunicator(RawCommunicator):
         is_inline = send.nbytes <= INLINE_BYTES
         payload = _bytes(send).cpu().numpy().tobytes() if is_inline else b""
         raw = torch.frombuffer(bytearray(header.pack(payload)), dtype=torch.uint8)
-        count = self._tally.add("send", to, header.number)
+        count = self._postings.add("send", to, header.number)
         awaits = message_name("recv", self.rank, header.number)
         position = Position(Words(header, f" to rank {to}"), awaits, count, to)
         call = self.calls.begin(self.path, "send", header, to, count, send.nbytes)

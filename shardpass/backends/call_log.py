@@ -27,18 +27,10 @@ _WRITE_SECONDS = 2.0  # a file system that has gone must not keep a rank from en
 
 
 @dataclass(slots=True)
-class Call:
-    """A message or a collective of this rank. The times are those of `time.time`, or 0.
+class LoggedCall:
+    """A message or a collective of this rank: an entry of its black box, which `cli.black_box` explains.
 
-    Attributes:
-        path: of the communicator.
-        side: ``"send"`` or ``"recv"``; empty for a collective.
-        header: its identity.
-        peer: the other rank; -1 for a collective.
-        count: how many messages of this tag have gone this way, or the number of the collective.
-        num_bytes: of this rank's payload.
-        waited: when the rank began to wait for it.
-        ended: when it was complete.
+    The times are those of `time.time`, or 0.
     """
 
     path: str
@@ -74,12 +66,8 @@ class Call:
 class CallLog:
     """The last calls of a rank, on all communicators of its job. Any thread may use it.
 
-    Args:
-        rank: of this rank.
-        size: number of ranks.
-        job: a name that the ranks share, and no other job has. Nothing is written as long as it is empty.
-
     Attributes:
+        job: a name that the ranks share, and no other job has. Nothing is written as long as it is empty.
         folder: where the black box goes. `None` means the folder that the environment variable SHARDPASS_BLACK_BOX
             names, or else the one for temporary files. If it is empty, nothing is written.
     """
@@ -87,16 +75,14 @@ class CallLog:
     def __init__(self, rank: int, size: int, job: str = "") -> None:
         self.job = job
         self.folder: str | None = None
-        self._rank = rank
-        self._size = size
-        self._calls: deque[Call] = deque(maxlen=_KEPT_CALLS)
-        self._why = ""
-        self._words = ""
+        self._rank, self._size = rank, size
+        self._calls: deque[LoggedCall] = deque(maxlen=_KEPT_CALLS)
+        self._why = self._words = ""
         self._writing = threading.Lock()
 
-    def begin(self, path: str, side: str, header: Header, peer: int, count: int, num_bytes: int) -> Call:
+    def begin(self, path: str, side: str, header: Header, peer: int, count: int, num_bytes: int) -> LoggedCall:
         """Add a call, which begins now."""
-        call = Call(path, side, header, peer, count, num_bytes)
+        call = LoggedCall(path, side, header, peer, count, num_bytes)
         self._calls.append(call)
         return call
 
@@ -130,7 +116,7 @@ class CallLog:
         )
 
     def _text(self, why: str) -> str:
-        calls: list[Call] = []
+        calls: list[LoggedCall] = []
         for _ in range(10):
             with suppress(RuntimeError):  # another thread has added a call
                 calls = list(self._calls)

@@ -23,7 +23,6 @@ class Handle(Protocol):
                 round.
             DivergenceError: the peer's message belongs to another call, direction or round, or has another size.
         """
-        ...
 
 
 @runtime_checkable
@@ -56,38 +55,30 @@ class Communicator(Protocol):
         match by it. The adjoint of an exchange is the exchange with the peers swapped. If ``to`` and
         ``source`` are this rank, the tensor is copied.
         """
-        ...
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum", label: str = "") -> Tensor:
         """Collective. A new tensor: the elementwise reduction over ranks, the same bits on every rank.
 
         The input is left unchanged. Half precision is reduced in float32. Shapes and dtypes must agree.
         """
-        ...
 
     def all_gather(self, tensor: Tensor, label: str = "") -> list[Tensor]:
         """Collective. Every rank's tensor, in rank order. The first dimension may differ between ranks."""
-        ...
 
     def broadcast(self, tensor: Tensor, root: int = 0, label: str = "") -> Tensor:
         """Collective. ``tensor``, overwritten in place with the root's value. Shapes and dtypes must agree."""
-        ...
 
     def all_to_all(self, tensors: Sequence[Tensor], label: str = "") -> list[Tensor]:
         """Collective. ``tensors[r]`` goes to rank r; result[r] came from rank r. First dimensions may differ."""
-        ...
 
     def all_gather_object(self, obj: Any, label: str = "") -> list[Any]:
         """Collective. Every rank's JSON-representable object, in rank order. For set-up and agreement, not for data."""
-        ...
 
     def barrier(self, label: str = "") -> None:
         """Collective. Returns when every rank has entered."""
-        ...
 
     def duplicate(self, name: str) -> Communicator:
         """Collective. A communicator over the same ranks whose messages never mix with this one's."""
-        ...
 
     def share(self, num_bytes: int, label: str = "") -> dict[int, Tensor] | None:
         """Collective. New memory of the ranks of this host, by rank: uint8, ``[num_bytes of that rank]`` each.
@@ -96,31 +87,24 @@ class Communicator(Protocol):
         own. What you wrote before a message or a collective, the other ranks see after it. ``num_bytes`` may differ
         between ranks. The result is `None` on every rank if some rank could not have its own memory or map another's.
         """
-        ...
 
     def random_lock(self) -> AbstractContextManager[Any]:
         """A context to hold while torch's process-wide generator is replayed. It locks if ranks share a process."""
-        ...
 
     def take_turns(self) -> None:
         """From now on, ranks that share a process run one at a time, each with random generators of its own.
 
         They start so. Every rank calls this between two collectives, and none draws there before it does.
         """
-        ...
 
     def run_at_once(self) -> None:
         """Collective where ranks take turns. From now on they run at once, and share the generators of the process."""
-        ...
 
     def out_of_turn(self) -> AbstractContextManager[Any]:
         """A block that draws no random numbers, so that other ranks may run meanwhile."""
-        ...
 
     def abort(self, reason: str) -> None:
         """End every rank, within seconds, with this rank's ``reason`` shown as the first cause."""
-        ...
 
     def close(self) -> None:
         """Release what the communicator holds. Idempotent; not collective."""
-        ...

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from shardpass.backends.base import BaseCommunicator
 from shardpass.backends.communicator import Communicator
 from shardpass.backends.ending import end_all_on_exception, launcher
+from shardpass.backends.environment import Launch, detect, local_rank
 from shardpass.backends.hosts import machine, usable_cores
-from shardpass.backends.launch import Launch, detect, local_rank
 from shardpass.backends.local import LocalCommunicator
 from shardpass.backends.mpi import MpiCommunicator
-from shardpass.backends.raw import DEFAULT_TIMEOUT
+from shardpass.backends.primitives import DEFAULT_TIMEOUT
 from shardpass.backends.watch import DEFAULT_HOST_TIMEOUT, WatchedCommunicator
 from shardpass.errors import CommunicationError, MissingDependencyError, require
 

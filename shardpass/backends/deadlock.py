@@ -35,7 +35,6 @@ class Position:
     """What a blocked rank waits for: until its peer, or every other rank, has posted ``awaits`` ``count`` times.
 
     Attributes:
-        text: in words.
         awaits: `COLLECTIVE` or a `message_name`.
         count: for a collective, its sequence number.
         peer: the other rank of the message; -1 for a collective.
@@ -53,12 +52,10 @@ class Position:
     is_queued: bool = False
 
     def to_json(self) -> str:
-        """The position as text."""
         return json.dumps({**asdict(replace(self, text="")), "text": str(self.text)})
 
     @staticmethod
     def from_json(text: str) -> Position:
-        """The position in ``text``."""
         return Position(**json.loads(text))
 
 
@@ -67,7 +64,7 @@ def message_name(kind: str, peer: int, tag: int) -> str:
     return f"{kind} {peer} {tag}"
 
 
-class Tally:
+class Postings:
     """How often this rank has posted each message."""
 
     def __init__(self) -> None:
@@ -87,11 +84,7 @@ class Tally:
 
 
 def stuck_ranks(positions: Mapping[int, Position]) -> list[int]:
-    """The ranks that will wait for each other for ever, in order.
-
-    Args:
-        positions: of the ranks known to be blocked.
-    """
+    """The ranks that will wait for each other for ever, in order, given the positions of those that are blocked."""
     stuck = set(positions)
     while True:
         free = {rank for rank in stuck if not stuck.intersection(_waits_for(rank, positions))}
@@ -108,6 +101,6 @@ def _waits_for(rank: int, positions: Mapping[int, Position]) -> list[int]:
 
 
 def describe_stuck(positions: Mapping[int, Position]) -> str:
-    """The stuck ranks in words, the same on every rank that knows the same positions."""
+    """The stuck ranks in words. They are the same wherever the same positions are known."""
     places = "; ".join(f"rank {rank} waits in {positions[rank].text}" for rank in stuck_ranks(positions))
     return f"the ranks wait for each other and none can go on: {places}. {SAME_CALLS}"

@@ -13,11 +13,7 @@ from shardpass.backends.communicator import Communicator, Handle, ReduceOp
 
 
 class DelegatingCommunicator(Communicator):
-    """Passes every call on to ``inner``. Derive from it to add something to a few calls.
-
-    Args:
-        inner: the communicator on which tensors travel.
-    """
+    """Passes every call on to ``inner``, on which tensors travel. Derive from it to add something to a few calls."""
 
     def __init__(self, inner: Communicator) -> None:
         self.inner = inner

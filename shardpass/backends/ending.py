@@ -13,7 +13,7 @@ from multiprocessing.util import Finalize
 from types import FrameType, TracebackType
 
 from shardpass.backends.failure import first_failure, reason_of
-from shardpass.backends.raw import RawCommunicator
+from shardpass.backends.primitives import RawCommunicator
 from shardpass.errors import PeerFailure, shows_tracebacks, tell_launcher
 
 _SUPERVISED = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_SIZE")  # set by launchers that outlive the ranks they start
@@ -41,7 +41,7 @@ def end_all_on_exception(comm: RawCommunicator) -> None:
             return
         reason = reason_of(error)
         tell_launcher(first_failure(comm.rank, reason))
-        print(comm.told(reason), file=sys.stderr, flush=True)
+        print(comm.last_words(reason), file=sys.stderr, flush=True)
         comm.announce(reason)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -19,14 +19,10 @@ class TransportLostError(Exception):
 
 
 class Failure:
-    """The first failure of a communicator. Later ones are ignored.
+    """The first failure of a communicator. Later ones are ignored. `noticed` says whether somebody was given it.
 
-    Args:
-        parent: the failure of the whole job, which is also a failure of each of its communicators. A divergence
-            concerns only the communicator on which it happened.
-
-    Attributes:
-        noticed: whether somebody has been given the failure as an exception.
+    The failure of the whole job, `parent`, is one of each of its communicators. A divergence concerns only the
+    communicator on which it happened.
     """
 
     def __init__(self, parent: Failure | None = None) -> None:
@@ -43,10 +39,10 @@ class Failure:
     def set(self, kind: type[CommunicationError], text: str) -> bool:
         """Record a failure. Returns False if another one was first."""
         with self._lock:
-            is_first = self._first is None
-            if is_first:
-                self._first = (kind, text)
-        return is_first
+            if self._first is not None:
+                return False
+            self._first = (kind, text)
+            return True
 
     def error(self) -> CommunicationError | None:
         """A new exception for the first failure, or `None` if nothing has failed."""
@@ -76,11 +72,6 @@ def reason_of(error: BaseException) -> str:
     told = advice(error)
     text += f" ({told})" if told else ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def note_rank(error: BaseException, rank: int) -> None:
-    """Add a note to ``error`` that says on which rank it was raised."""
-    add_note(error, f"(raised on rank {rank})")
 
 
 def add_note(error: BaseException, text: str) -> None:

@@ -56,7 +56,7 @@ class MessageKey(NamedTuple):
         return (zlib.crc32(struct.pack("<BQQBI", *self)) & 0x7FFFFFFF) % num_slots
 
 
-class Place(NamedTuple):
+class SlotUse(NamedTuple):
     """A slot in use."""
 
     peer: int
@@ -65,19 +65,15 @@ class Place(NamedTuple):
 
 
 class SlotTable:
-    """The slots in use between this rank and its peers, so that two messages never share one.
-
-    Args:
-        num_slots: slots are in ``[0, num_slots)``.
-    """
+    """The slots in use between this rank and its peers, in ``[0, num_slots)``. Two messages never share one."""
 
     def __init__(self, num_slots: int = 1 << 31) -> None:
         self._num_slots = num_slots
-        self._used: dict[Place, MessageKey] = {}
+        self._used: dict[SlotUse, MessageKey] = {}
 
-    def take(self, peer: int, is_sending: bool, key: MessageKey) -> Place:
+    def take(self, peer: int, is_sending: bool, key: MessageKey) -> SlotUse:
         """The place of ``key``. Give it back with `release` when the transfer has completed."""
-        place = Place(peer, is_sending, key.slot(self._num_slots))
+        place = SlotUse(peer, is_sending, key.slot(self._num_slots))
         other = self._used.get(place)
         if other is not None and other != key:
             raise InternalError(f"two messages under way with rank {peer} have the same slot: {other} and {key}")
@@ -89,7 +85,7 @@ class SlotTable:
         self._used[place] = key
         return place
 
-    def release(self, place: Place) -> None:
+    def release(self, place: SlotUse) -> None:
         """Give a place back. A place that is not in use is ignored."""
         self._used.pop(place, None)
 
@@ -99,9 +95,8 @@ class Header:
     """What a message or a collective is. It travels with every message and before every collective.
 
     Attributes:
-        kind: one of `KINDS`.
+        kind, op: of `KINDS` and `OPS`.
         number: the tag of an exchange, or the sequence number of a collective.
-        op: one of `OPS`.
         dtype: `None` for calls without a tensor.
         shape: at most `MAX_DIMS` sizes.
         root: of a broadcast; of an exchange, the place among the messages of its pair that are matched by their order.
@@ -172,11 +167,7 @@ def header_of(
 
 
 def mismatch(expected: Header, raw: bytes, rank: int, source: int) -> str | None:
-    """Words for a message to ``rank`` that is not the ``expected`` one, or `None` if it is. Its shape may differ.
-
-    Args:
-        raw: the header that has arrived.
-    """
+    """Words for a message to ``rank`` with the header ``raw``, if it is not the expected one. Its shape may differ."""
     if raw[:-INLINE_BYTES] == expected.pack()[:-INLINE_BYTES]:
         return None
     found = Header.unpack(raw)
@@ -186,11 +177,9 @@ def mismatch(expected: Header, raw: bytes, rank: int, source: int) -> str | None
 
 
 def divergence(headers: Sequence[Header], free_rows: bool) -> str | None:
-    """Words for headers that are not of one call, the same on every rank, or `None` if they are.
+    """Words for headers of all ranks that are not of one call, the same on every rank, or `None` if they are.
 
-    Args:
-        headers: of all ranks, in rank order.
-        free_rows: whether the first dimension may differ.
+    With `free_rows` the first dimension may differ.
     """
     first = headers[0]
     compared = [_with_rows(header, first.shape[:1]) for header in headers] if free_rows else headers

@@ -14,11 +14,7 @@ from shardpass.backends.identity import Header, header_of
 
 
 class LocalCommunicator(BaseCommunicator):
-    """One rank without peers.
-
-    Args:
-        device: of the tensors.
-    """
+    """One rank without peers."""
 
     moves_device_memory = True
 

@@ -29,7 +29,6 @@ from shardpass.errors import CommunicationError
 _HELLO = struct.Struct("<8sII32s")  # who calls whom, and a random number
 _MAGIC = b"SPMESH1\n"
 _PROOF_BYTES = 32
-_LENGTH = struct.Struct("<I")
 _MAX_RECORD_BYTES = 1 << 24
 _GREETING_SECONDS = 5.0  # that the other end of a new connection may take to prove what it is
 _SEND_SECONDS = 3.0
@@ -52,7 +51,7 @@ class Peer:
 
     def __init__(self, connection: socket.socket, host_timeout: float) -> None:
         self._socket = connection
-        self._received = bytearray()
+        self._received = b""
         self._unsent = bytearray()
         self._sending = threading.Lock()
         connection.setblocking(False)
@@ -66,13 +65,12 @@ class Peer:
         return self._socket.fileno()
 
     def send(self, record: Sequence[Any]) -> None:
-        """Send a JSON-representable record. It does not block: what a slow peer cannot take goes with the next record.
+        """Send a record as a line of JSON. It does not block: what a slow peer cannot take goes with the next record.
 
         A peer that has gone is found out by whoever receives from it.
         """
-        raw = json.dumps(record).encode()
         with self._sending, contextlib.suppress(OSError):
-            self._unsent += _LENGTH.pack(len(raw)) + raw
+            self._unsent += json.dumps(record).encode() + b"\n"
             while self._unsent:
                 del self._unsent[: self._socket.send(self._unsent)]
 
@@ -90,18 +88,10 @@ class Peer:
             return []
         if not new:
             raise EOFError
-        self._received += new
-        records = []
-        while len(self._received) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._received)
-            end = _LENGTH.size + length
-            if length > _MAX_RECORD_BYTES:
-                raise ValueError(f"a record of {length} bytes")
-            if len(self._received) < end:
-                break
-            records.append(json.loads(bytes(self._received[_LENGTH.size : end])))
-            del self._received[:end]
-        return records
+        *lines, self._received = (self._received + new).split(b"\n")
+        if len(self._received) > _MAX_RECORD_BYTES:
+            raise ValueError(f"a record of more than {_MAX_RECORD_BYTES} bytes")
+        return [json.loads(line) for line in lines]
 
     def close(self) -> None:
         """Close this end, once the peer has taken what is left, or has had some time to."""
@@ -116,12 +106,10 @@ class Peer:
 
 
 def connect_mesh(gather: Gather, rank: int, size: int, limit: float, host_timeout: float) -> dict[int, Peer]:
-    """Collective. The connections of this rank, by the rank at the other end.
+    """Collective. The connections of this rank, by the rank at the other end, made within `limit` seconds.
 
     Args:
         gather: collective: the JSON-representable objects of all ranks, in rank order.
-        rank, size: of this rank.
-        limit: seconds that it may take.
         host_timeout: see `Peer`.
 
     Raises:
@@ -159,9 +147,7 @@ class _Door:
     """Where this rank listens for the ranks after it, and the threads that greet who comes."""
 
     def __init__(self, rank: int, size: int, secret: bytes, addresses: list[str], is_local: bool) -> None:
-        self._rank = rank
-        self._secret = secret
-        self._expected = size - 1 - rank
+        self._rank, self._secret, self._expected = rank, secret, size - 1 - rank
         self._found: dict[int, socket.socket] = {}
         self._changed = threading.Condition()
         where = addresses[0] if addresses and (is_local or chosen_interface()) else ""

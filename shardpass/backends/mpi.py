@@ -6,7 +6,6 @@ Open MPI makes progress only inside its calls, and its blocking waits keep a cor
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 from collections.abc import Callable
@@ -18,8 +17,8 @@ import torch
 from torch import Tensor
 
 from shardpass.backends.failure import Failure, TransportTimeoutError
-from shardpass.backends.identity import MessageKey, Place, SlotTable
-from shardpass.backends.raw import DEFAULT_TIMEOUT
+from shardpass.backends.identity import MessageKey, SlotTable, SlotUse
+from shardpass.backends.primitives import DEFAULT_TIMEOUT
 from shardpass.backends.watch import DEFAULT_HOST_TIMEOUT, WatchedCommunicator
 from shardpass.errors import CommunicationError, require
 
@@ -37,7 +36,7 @@ class _Request:
     a time-out or a divergence. So the job holds the request until then.
     """
 
-    def __init__(self, comm: MpiCommunicator, request: Any, buffer: Any, place: Place | None = None) -> None:
+    def __init__(self, comm: MpiCommunicator, request: Any, buffer: Any, place: SlotUse | None = None) -> None:
         self._comm = comm
         self._request = request
         self._buffer = buffer
@@ -82,19 +81,13 @@ class MpiCommunicator(WatchedCommunicator):
     ) -> MpiCommunicator:
         """Collective. The communicator over the ranks of ``parent``, an mpi4py communicator (default: all).
 
-        Args:
-            parent: it is duplicated, so that its own messages never mix with ours.
-            device: of the tensors.
-            timeout: seconds that a wait may take unless the caller says otherwise.
-            connect_timeout: seconds that the connections of the watch may take to come up.
-            host_timeout: seconds after which a host that does not answer is lost.
+        It is duplicated, so that its own messages never mix with ours. Times are those of `shardpass.connect`.
         """
         mpi = require("mpi4py.MPI", "mpi", "the mpi backend")
         comm = MpiCommunicator(mpi, mpi.COMM_WORLD if parent is None else parent, set(), torch.device(device), "world")
         comm.timeout = timeout
         threads = mpi.Query_thread() == mpi.THREAD_MULTIPLE  # mpi4py asks for it, and gets it if the library has it
         comm.serves_threads = all(comm.all_gather_object(threads, "threads"))
-        atexit.register(comm.close)
         comm.watch_over(connect_timeout, host_timeout)
         return comm
 
@@ -164,25 +157,13 @@ class MpiCommunicator(WatchedCommunicator):
 
     def abort(self, reason: str) -> NoReturn:
         """Print the reason and end the job. It does not return."""
-        print(self.told(reason), file=sys.stderr, flush=True)
+        print(self.last_words(reason), file=sys.stderr, flush=True)
         self.announce(reason)
 
-    def close(self) -> None:
-        """See `Communicator.close`. Closing the first communicator tells the other ranks that this one has ended."""
-        if self._closed:
-            return
-        super().close()
-        if "/" in self.path:
-            return
-        atexit.unregister(self.close)
-        self._end_requests()
-        if self.watch is not None:
-            self.watch.close()
-
-    def _end_requests(self) -> None:
-        """End every request of the job. Its buffer is freed soon, and MPI still writes into it while it finalizes."""
-        if self._mpi.Is_finalized():
-            return
-        deadline = monotonic() + _LAST_SECONDS
-        for request in list(self.under_way):
-            request.end(max(0.0, deadline - monotonic()))
+    def _end_job(self) -> None:
+        """End every request, too. Its buffer is freed soon, and MPI still writes into it while it finalizes."""
+        if not self._mpi.Is_finalized():
+            deadline = monotonic() + _LAST_SECONDS
+            for request in list(self.under_way):
+                request.end(max(0.0, deadline - monotonic()))
+        super()._end_job()

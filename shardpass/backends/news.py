@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from shardpass.backends.base import BaseCommunicator
 from shardpass.backends.failure import Failure
 from shardpass.backends.mesh import beat_seconds
-from shardpass.backends.raw import Clock
+from shardpass.backends.primitives import Clock
 from shardpass.errors import CommunicationError, DivergenceError, PeerFailure
 
 _EXPLAIN_SECONDS = 5.0  # how long the reason of a closed connection may take to come
@@ -31,7 +31,6 @@ class Listener(Protocol):
 
     def send(self, record: Sequence[Any]) -> None:
         """Send a record, without blocking."""
-        ...
 
 
 class News:
@@ -44,7 +43,6 @@ class News:
         clock: by which they are counted.
 
     Attributes:
-        failure: of the job.
         ended: by rank: when it said that it ends in peace.
         published: by communicator and rank: where the rank waits.
     """
@@ -53,10 +51,7 @@ class News:
         self.failure = Failure()
         self.ended: dict[int, float] = {}
         self.published: dict[str, dict[int, str]] = defaultdict(dict)
-        self._listeners = peers
-        self._rank = rank
-        self._host_timeout = host_timeout
-        self._clock = clock
+        self._listeners, self._rank, self._host_timeout, self._clock = peers, rank, host_timeout, clock
         self._heard = dict.fromkeys(peers, clock.monotonic())
         self._silent: set[int] = set()
         self._next_beat = 0.0

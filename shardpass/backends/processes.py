@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from shardpass.backends.base import BaseCommunicator
-from shardpass.backends.failure import add_note, first_failure, note_rank, reason_of
+from shardpass.backends.failure import add_note, first_failure, reason_of
 from shardpass.backends.hosts import CHEAP_TENSORS
 from shardpass.errors import CommunicationError, PeerFailure, RemoteTracebackError, shorten
 
@@ -160,7 +160,7 @@ def _answers(children: list[_Child]) -> list[_Answer]:
                 add_note(error, note)
                 break
             raise error
-        note_rank(error, rank)
+        add_note(error, f"(raised on rank {rank})")
         raise error from RemoteTracebackError(text)
     return [child.answer for child in children if child.answer is not None]
 
@@ -196,7 +196,7 @@ def _main(pipe: Connection, rank: int, ranks: int, port: int) -> None:
         if comm is not None and not isinstance(error, PeerFailure):
             with contextlib.suppress(Exception):
                 comm.announce(reason_of(error))
-        packed = _pack_error(error if comm is None else comm.noted(error))
+        packed = _pack_error(error if comm is None else comm.with_note(error))
     with contextlib.suppress(OSError):
         pipe.send_bytes(packed)
     if comm is not None:

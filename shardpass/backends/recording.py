@@ -14,15 +14,10 @@ from shardpass.backends.delegating import DelegatingCommunicator
 
 @dataclass(frozen=True)
 class Message:
-    """One thing that this rank gave to the transport, or expected from it.
+    """One thing that this rank gave to the transport, or expected from it, with the bytes that it gives or expects.
 
-    Attributes:
-        kind: ``"send"``, ``"recv"`` or the name of the collective.
-        peer: the other rank; -1 for collectives.
-        num_bytes: of this rank's payload; for collectives, of its input.
-        tag: -1 for collectives.
-        label: as given.
-        time: `time.perf_counter` when it started.
+    `kind` is ``"send"``, ``"recv"`` or the name of a collective, whose peer and tag are -1. `time` is that of
+    `time.perf_counter` when it started.
     """
 
     kind: str
@@ -34,11 +29,9 @@ class Message:
 
 
 class RecordingCommunicator(DelegatingCommunicator):
-    """``inner`` with a record of its messages.
+    """``inner`` with a record of its `messages`, in the order of the calls, those of duplicates included.
 
-    Attributes:
-        messages: in the order of the calls, those of duplicates included. A message without payload is not sent, so it
-            is not written down either.
+    A message without payload is not sent, so it is not written down either.
     """
 
     def __init__(self, inner: Communicator, messages: list[Message] | None = None) -> None:

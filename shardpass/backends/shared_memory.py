@@ -29,8 +29,9 @@ def share(comm: Communicator, num_bytes: int, label: str) -> dict[int, Tensor] |
     file, offer = _create(num_bytes)
     try:
         offers = comm.all_gather_object(offer, f"{label}: shared memory")
-        mapped = _map_all({rank: offers[rank] for rank in comm.local_ranks})
-        verdicts = comm.all_gather_object(mapped is not None, f"{label}: shared memory mapped")
+        found = {rank: _map(*offers[rank]) for rank in comm.local_ranks if offers[rank] is not None}
+        mapped = {rank: memory for rank, memory in found.items() if memory is not None}
+        verdicts = comm.all_gather_object(len(mapped) == len(comm.local_ranks), f"{label}: shared memory mapped")
     finally:
         if file is not None:
             os.close(file)
@@ -51,16 +52,6 @@ def _create(num_bytes: int) -> tuple[int | None, Offer | None]:
         os.close(file)
         return None, None
     return file, (f"/proc/{os.getpid()}/fd/{file}", proof.hex(), total)
-
-
-def _map_all(offers: dict[int, Offer | None]) -> dict[int, Tensor] | None:
-    mapped = {}
-    for rank, offer in offers.items():
-        memory = _map(*offer) if offer is not None else None
-        if memory is None:
-            return None
-        mapped[rank] = memory
-    return mapped
 
 
 def _map(path: str, proof: str, total: int) -> Tensor | None:

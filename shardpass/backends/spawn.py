@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from shardpass.backends.failure import note_rank, reason_of
+from shardpass.backends.failure import add_note, reason_of
 from shardpass.backends.processes import spawn_processes
 from shardpass.backends.threads import ThreadCommunicator, ThreadWorld
 from shardpass.backends.turn import random_states
@@ -41,7 +41,7 @@ def spawn(
     raise ValueError(f"spawn: the backend is {backend!r}, but it must be 'threads' or 'processes'")
 
 
-class _Run:
+class _ThreadRun:
     """The results of the ranks and their first failure, which their threads fill in."""
 
     def __init__(self, world: ThreadWorld) -> None:
@@ -63,13 +63,13 @@ class _Run:
                     self.first = (comm.rank, error)
             if not follows:
                 comm.announce(reason_of(error))
-            comm.noted(error)
+            comm.with_note(error)
         finally:
             comm.end()
 
 
 def _spawn_threads(fn: Callable[..., T], world: ThreadWorld, args: tuple[Any, ...], timeout: float | None) -> list[T]:
-    run = _Run(world)
+    run = _ThreadRun(world)
     threads: list[threading.Thread] = []
     for comm in world.communicators():
         comm.timeout = comm.timeout if timeout is None else timeout
@@ -88,7 +88,7 @@ def _spawn_threads(fn: Callable[..., T], world: ThreadWorld, args: tuple[Any, ..
     _join_shortly(threads)
     if run.first is not None:
         rank, cause = run.first
-        note_rank(cause, rank)
+        add_note(cause, f"(raised on rank {rank})")
         raise cause
     return run.results
 

@@ -25,23 +25,13 @@ from shardpass.backends.turn import Turn, random_states
 from shardpass.errors import CommunicationError, DivergenceError, PeerFailure
 
 _LOOK_SECONDS = 0.5  # how often a blocked rank looks why
-_COMBINE: dict[str, Callable[..., Tensor]] = {
-    "sum": torch.add,
-    "prod": torch.mul,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
+_COMBINE: dict[str, Any] = {"sum": torch.add, "prod": torch.mul, "max": torch.maximum, "min": torch.minimum}
 T = TypeVar("T")
 _Place = tuple[int, int, MessageKey]  # source, destination, and what the message is matched by
 
 
 class ThreadWorld:
-    """What the ranks of one process share.
-
-    Args:
-        size: number of ranks.
-        device: of their tensors; CUDA is refused for more than one rank.
-    """
+    """What the ranks of one process share. CUDA is refused for more than one rank."""
 
     def __init__(self, size: int, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
@@ -262,11 +252,10 @@ class ThreadCommunicator(BaseCommunicator):
 
 def _first(boxes: dict[_Place, deque[T]], place: _Place) -> T | None:
     """What came to ``place`` first, taken out; `None` if there is nothing."""
-    box = boxes.get(place)
-    if box is None:
+    if place not in boxes:
         return None
-    first = box.popleft()
-    if not box:
+    first = boxes[place].popleft()
+    if not boxes[place]:
         del boxes[place]
     return first
 

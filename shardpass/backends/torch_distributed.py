@@ -12,7 +12,6 @@ staged over the CPU, as are those of ranks that share a GPU.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +25,8 @@ from torch.distributed import distributed_c10d
 
 from shardpass.backends.failure import Failure, TransportLostError, TransportTimeoutError
 from shardpass.backends.hosts import machine
-from shardpass.backends.identity import MessageKey, Place, SlotTable
-from shardpass.backends.raw import DEFAULT_TIMEOUT, Pending
+from shardpass.backends.identity import MessageKey, SlotTable, SlotUse
+from shardpass.backends.primitives import DEFAULT_TIMEOUT, Pending
 from shardpass.backends.watch import DEFAULT_HOST_TIMEOUT, WatchedCommunicator
 from shardpass.errors import CommunicationError
 
@@ -37,7 +36,7 @@ _BREAK_TAGS = range(1, 5)
 class _Transfer:
     """One gloo send or receive."""
 
-    def __init__(self, work: Any, flat: Tensor, slots: SlotTable, place: Place) -> None:
+    def __init__(self, work: Any, flat: Tensor, slots: SlotTable, place: SlotUse) -> None:
         self._work = work
         self._flat = flat  # kept alive until the transfer is done
         self._slots = slots
@@ -88,7 +87,8 @@ class _Job:
         self.rank = rank
         self.connect_timeout = connect_timeout
         self.owns_default = owns_default
-        self._store = _own_store()
+        store: Any = distributed_c10d._get_default_store()  # in which another thread may block: we have a connection
+        self._store = dist.PrefixStore("shardpass", store.clone() if hasattr(store, "clone") else store)
         name = "world " + "-".join(map(str, members))
         self.name = f"{name} #{self._store.add(f'{name} {rank}', 1)}"  # every rank of the group counts the same
 
@@ -100,19 +100,6 @@ class _Job:
         store = dist.PrefixStore(f"{self.name} {path}", self._store)
         limit = timedelta(seconds=self.connect_timeout)
         return dist.ProcessGroupGloo(store, self.rank, len(self.members), limit)  # type: ignore[attr-defined]
-
-    def new_direct_group(self, backend: str, timeout: float) -> Any:
-        """Collective: a group of torch's over the job's ranks."""
-        limit = timedelta(seconds=timeout)
-        return dist.new_group(self.members, limit, backend, use_local_synchronization=True)
-
-
-def _own_store() -> Any:
-    """A connection of our own to the default group's store, since another thread may block in the group's."""
-    store: Any = distributed_c10d._get_default_store()
-    if hasattr(store, "clone"):
-        store = store.clone()
-    return dist.PrefixStore("shardpass", store)
 
 
 class TorchCommunicator(WatchedCommunicator):
@@ -138,15 +125,12 @@ class TorchCommunicator(WatchedCommunicator):
         host_timeout: float = DEFAULT_HOST_TIMEOUT,
         direct: str | None = None,
     ) -> TorchCommunicator:
-        """Collective. The communicator over the ranks of ``group`` (default: all processes).
+        """Collective. The communicator over the ranks of ``group`` (default: all processes), which is left as it is.
+
+        Times are those of `shardpass.connect`.
 
         Args:
-            group: a process group of this process. It is left as it is.
-            device: of the tensors.
-            timeout: seconds that a wait may take unless the caller says otherwise.
-            connect_timeout: seconds that the connections may take to come up.
             owns_default: whether to destroy the default group when the communicator is closed.
-            host_timeout: seconds after which a host that does not answer is lost.
             direct: the backend of torch.distributed over which tensors on `device` travel. By default NCCL if every
                 rank has a GPU of its own, else none: tensors are staged over the CPU.
         """
@@ -163,7 +147,6 @@ class TorchCommunicator(WatchedCommunicator):
                 f"interface that reaches them"
             ) from error
         comm.timeout = timeout
-        atexit.register(comm.close)
         comm.watch_over(connect_timeout, host_timeout)
         direct = direct or comm._direct_backend()
         if direct is not None and comm.size > 1:
@@ -181,7 +164,8 @@ class TorchCommunicator(WatchedCommunicator):
     def _connect_devices(self, backend: str) -> None:
         """Collective: from now on tensors on `device` travel over a group of this backend."""
         try:
-            self._direct = self._job.new_direct_group(backend, self.timeout)
+            limit = timedelta(seconds=self.timeout)
+            self._direct = dist.new_group(self._job.members, limit, backend, use_local_synchronization=True)
             probe = torch.ones(1, device=self.device)
             self._direct.allreduce([probe]).wait()  # NCCL connects here: later, not all ranks might take part
             problem = None if probe.item() == self.size else f"the sum of {self.size} ones was {probe.item()}"
@@ -254,16 +238,8 @@ class TorchCommunicator(WatchedCommunicator):
         if self._direct is not None and self.device.type == "cuda":
             self._direct.abort()
 
-    def close(self) -> None:
-        """See `Communicator.close`. Closing the first communicator of a job ends its duplicates too."""
-        if self._closed:
-            return
-        super().close()
-        if "/" in self.path:
-            return
-        atexit.unregister(self.close)
-        if self.watch is not None:
-            self.watch.close()
+    def _end_job(self) -> None:
+        super()._end_job()
         if self._direct is not None and not self._job.owns_default and dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # after a failure
                 dist.destroy_process_group(self._direct)

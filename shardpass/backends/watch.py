@@ -8,6 +8,7 @@ that does not notice a failure because it computes.
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
 import selectors
@@ -32,10 +33,7 @@ _CAUSE_SECONDS = 0.5  # how long the reason why a launcher ends this rank may ta
 class Watch(News):
     """The `News` of a process, and the thread that listens to them. `connect` makes it.
 
-    Args:
-        peers: the connections, by rank.
-        rank: of this process.
-        host_timeout: seconds after which a host that does not answer is lost.
+    The arguments are those of `News`.
     """
 
     def __init__(self, peers: dict[int, Peer], rank: int, host_timeout: float) -> None:
@@ -67,13 +65,8 @@ class Watch(News):
         return watch
 
     def guard(self, launcher: int) -> None:
-        """End this process if the job has failed and nobody notices, or if ``launcher`` has gone, and say why.
-
-        Args:
-            launcher: a process, or 0 for none.
-        """
-        self._ends_process = True
-        self._launcher = launcher
+        """End this process if the job has failed unnoticed, or the process ``launcher`` (0: none) has gone; say why."""
+        self._ends_process, self._launcher = True, launcher
         self._bell.hear_sigterm()
 
     def send(self, *record: str) -> None:
@@ -116,7 +109,7 @@ class Watch(News):
     # ---- ending
 
     def _end_unnoticed(self) -> None:
-        """End a rank that goes on computing: it would find out at its next call, which may be far away."""
+        """End a rank that goes on computing, and would find out at its next call only."""
         if self._ends_at is None:
             self._ends_at = monotonic() + _NOTICE_SECONDS
         if monotonic() >= self._ends_at and not self.failure.noticed:
@@ -146,16 +139,16 @@ class Watch(News):
         self._hang_up()
         os._exit(code)
 
+    def _hang_up(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
+
     def let_go(self) -> None:
         """Have a forked child hold no connections, which would seem alive after this process, and hear no signals."""
         self._bell.close()
         self._bell.after_fork()
         for peer in self._peers.values():
             peer.drop()
-
-    def _hang_up(self) -> None:
-        for peer in self._peers.values():
-            peer.close()
 
     def close(self) -> None:
         """Tell the other ranks that this one ends in peace, or why it does not, and stop watching."""
@@ -189,6 +182,7 @@ class WatchedCommunicator(InformedCommunicator):
 
     def watch_over(self, limit: float, host_timeout: float) -> None:
         """Collective: find out which ranks can share memory, and watch all of them from now on."""
+        atexit.register(self.close)
         timeout, self.timeout = self.timeout, min(2 * limit, self.timeout)  # nobody can say yet who has died
         facts = self.all_gather_object([memory_space(), secrets.token_hex(4)], "hosts")
         self.local_ranks = tuple(rank for rank, (space, _) in enumerate(facts) if space == facts[self.rank][0])
@@ -196,3 +190,17 @@ class WatchedCommunicator(InformedCommunicator):
         if self.size > 1:
             self.attend(Watch.connect(self.all_gather_object, self.rank, self.size, limit, host_timeout))
         self.timeout = timeout
+
+    def close(self) -> None:
+        """See `Communicator.close`. Closing the first communicator of a job ends its duplicates too."""
+        if self._closed:
+            return
+        super().close()
+        if "/" not in self.path:
+            atexit.unregister(self.close)
+            self._end_job()
+
+    def _end_job(self) -> None:
+        """Tell the other ranks that this one has ended. A backend adds what else belongs to the whole job."""
+        if self.watch is not None:
+            self.watch.close()

@@ -28,7 +28,6 @@ from shardpass.cli.partitioning import PartitionConfig, partition_rank, read_sou
 from shardpass.cli.planning import as_json, draw_plan, graph_of, plan_page, prepare_files, ranks_for, title_of
 from shardpass.cli.proof.prove import prove_rank
 from shardpass.cli.restarts import train_with_restarts
-from shardpass.cli.training import train_rank
 from shardpass.core.ranks import Mode
 from shardpass.errors import shows_tracebacks
 from shardpass.planning.sizes import known_sizes
@@ -67,11 +66,11 @@ BackendName = Annotated[Backend, typer.Option(help="auto: the launcher's if one 
 Ranks = Annotated[int | None, typer.Option(min=1, help="Ranks to start here, or to expect from the launcher.")]
 Threads = Annotated[int, typer.Option(min=1, help="Computing threads per rank.")]
 _LONGEST_WAIT = 7 * 24 * 3600.0  # seconds, while rank 0 of `partition` does what the others cannot share
+_LOG = ("--log", "--log-file")  # torchrun takes the first, even after the program's name, for options of its own
 Mask = Annotated[Path | None, typer.Option(help="Edge lists: .npy of booleans.")]
 
 
 def show_version(is_asked: bool) -> None:
-    """Print the versions that a report of a bug needs, and end."""
     if is_asked:
         python = ".".join(map(str, sys.version_info[:3]))
         print(f"shardpass {sp.__version__} (Python {python}, torch {torch.__version__})")
@@ -183,8 +182,7 @@ def train(
     split: Annotated[int, typer.Option(help="The column of masks that have one per split.")] = 0,
     eval_every: Annotated[int, typer.Option(min=1, help="Epochs between two evaluations.")] = 1,
     patience: Annotated[int, typer.Option(min=0, help="Epochs without a better accuracy; 0: no end.")] = 0,
-    # torchrun takes --log, even after the program's name, for an abbreviation of its own options
-    log: Annotated[str, typer.Option("--log", "--log-file", help="JSON lines; - shows them and nothing else.")] = "",
+    log: Annotated[str, typer.Option(*_LOG, help="JSON lines; - shows them and nothing else.")] = "",
     log_csv: Annotated[str, typer.Option(help="A table with a row per epoch.")] = "",
     tensorboard: Annotated[str, typer.Option(help="The folder for TensorBoard.")] = "",
     plot: Annotated[str, typer.Option(help="Draw loss, accuracy and memory since the start into this file.")] = "",
@@ -210,10 +208,7 @@ def train(
         checkpoint_every=checkpoint_every, resume=resume, threads=threads, profile=profile,
         shared_process=not restarts and starts_threads(backend, ranks),
     )  # fmt: skip
-    if restarts:
-        train_with_restarts(config, backend, ranks, restarts)
-    else:
-        run_ranks(train_rank, config, backend, ranks)
+    train_with_restarts(config, backend, ranks, restarts)
 
 
 @app.command()

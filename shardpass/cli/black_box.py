@@ -25,13 +25,12 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Call:
+class CallRecord:
     """A message or a collective of one rank. The times are seconds since 1970, or 0 for what has not happened.
 
     Attributes:
         path: the communicator.
         side: ``"send"`` or ``"recv"``; empty for a collective.
-        kind: the method, such as ``"all_reduce"``.
         label: what the engine calls it; it names the call and the round.
         call: all of this in words.
         number: the tag of a message.
@@ -69,7 +68,7 @@ class Call:
         return max(self.began, self.waited, self.ended)
 
     def words(self) -> str:
-        """It in words, with the other rank and the bytes."""
+        """It with the other rank and the bytes."""
         to = {"send": f" to rank {self.peer}", "recv": f" from rank {self.peer}"}.get(self.side, "")
         return f"{self.call}{to}, {self.bytes:,} bytes"
 
@@ -85,7 +84,7 @@ class BlackBox:
     process: int
     at: float
     why: str
-    calls: tuple[Call, ...] = ()
+    calls: tuple[CallRecord, ...] = ()
 
 
 def read_black_boxes(paths: Sequence[Path]) -> dict[int, BlackBox]:
@@ -125,7 +124,7 @@ def _read(path: Path) -> BlackBox:
         size = _checked(head, "size", "int", 1, _MAX_RANKS)
         return replace(
             _made(BlackBox, head, rank=(0, size - 1)),
-            calls=tuple(_made(Call, line, peer=(-1, size - 1)) for line in calls),
+            calls=tuple(_made(CallRecord, line, peer=(-1, size - 1)) for line in calls),
         )
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise ValueError(f"{path} is no black box of a rank: {error or type(error).__name__}") from None

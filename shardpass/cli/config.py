@@ -16,11 +16,8 @@ from shardpass.core.ranks import Mode
 class TrainConfig(ModelConfig):
     """The options of a training run, as plain data that can travel to other processes.
 
-    Every rank must have the same. An empty text means that there is no such file.
-
-    Args:
-        shared_process: whether the ranks are threads of one process.
-        profile: the file to write a trace of one epoch to; several ranks put their number before its suffix.
+    Every rank must have the same. An empty text means that there is no such file. `shared_process` says that the ranks
+    are threads of one process.
     """
 
     store: str

@@ -48,11 +48,7 @@ def _launcher_has_terminal() -> bool:
 class Steps(Progress):
     """Tells how far a long command is: in bars on a terminal, and in lines elsewhere.
 
-    A line is printed when a step begins (if nothing of it is done yet), then every few seconds, with the time left.
-
-    Args:
-        console: where to.
-        every: seconds between two lines of one step.
+    A line is printed when a step begins (if nothing of it is done yet), then `every` few seconds, with the time left.
     """
 
     def __init__(self, console: Console, every: float = 10.0) -> None:

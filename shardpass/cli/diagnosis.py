@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from shardpass.cli.black_box import BlackBox, Call
+from shardpass.cli.black_box import BlackBox, CallRecord
 
 Boxes = Mapping[int, BlackBox]
 _FIRST = re.compile(r"rank (\d+) (failed|died|ended|was lost) first(?!: CommunicationError)")  # which may be a time-out
@@ -21,11 +21,7 @@ _SHOWN = 8
 
 
 def diagnose(boxes: Boxes) -> list[str]:
-    """Sentences: what the ranks say, where each of them was, and which one to look at first.
-
-    Args:
-        boxes: of the ranks of one job, by rank; at least one.
-    """
+    """Sentences: what the ranks of one job say, where each of them was, and which one to look at first."""
     first = next(iter(boxes.values()))
     lines = [f"job {first.job}: {_ranks(boxes)} of {first.size} left a black box."]
     causes = {rank: _cause(box) for rank, box in boxes.items()}
@@ -45,7 +41,7 @@ def _cause(box: BlackBox) -> str:
     return _APART.sub("", box.why, count=1)
 
 
-def _missed(boxes: Boxes, box: BlackBox) -> list[tuple[Call, list[int]]]:
+def _missed(boxes: Boxes, box: BlackBox) -> list[tuple[CallRecord, list[int]]]:
     """What a rank was waiting for in the end, each with the ranks that had not done their part."""
     found = []
     for call in _open(box):
@@ -54,7 +50,7 @@ def _missed(boxes: Boxes, box: BlackBox) -> list[tuple[Call, list[int]]]:
     return found
 
 
-def _has_part(call: Call, rank: int, other: BlackBox | None) -> bool:
+def _has_part(call: CallRecord, rank: int, other: BlackBox | None) -> bool:
     """Whether another rank is known to have done its part in a call of ``rank``."""
     if other is None:
         return False
@@ -84,7 +80,7 @@ def _last(box: BlackBox) -> str:
     return f"The last that it {did} was {last.words()}, {box.at - last.last_time:.1f} s before."
 
 
-def _absence(boxes: Boxes, box: BlackBox, call: Call, other: int) -> str:
+def _absence(boxes: Boxes, box: BlackBox, call: CallRecord, other: int) -> str:
     """That another rank has not done its part in a call of this one."""
     if other not in boxes:
         return f"  Nothing is known of the part of rank {other}, which left no black box."
@@ -144,7 +140,7 @@ def _follow(starts: Iterable[int], waits_for: Mapping[int, set[int]]) -> tuple[l
     return sorted(ends), [] if ends else sorted(seen)
 
 
-def _open(box: BlackBox) -> list[Call]:
+def _open(box: BlackBox) -> list[CallRecord]:
     """The calls for which a rank was waiting in the end: one for each of its threads, or none."""
     return [call for call in box.calls if call.is_open][-_SHOWN:]
 

@@ -12,11 +12,7 @@ Arrays = dict[str, Any]
 
 
 def demo_graph(name: str) -> Arrays:
-    """The arrays of a built-in graph: ``demo:digits``, ``demo:powerlaw`` or ``demo:powerlaw:NODES``.
-
-    Raises:
-        ValueError: for another name.
-    """
+    """The arrays of a built-in graph: ``demo:digits``, ``demo:powerlaw`` or ``demo:powerlaw:NODES``."""
     words = name.split(":")
     if words[1:] == ["digits"]:
         return digits()

@@ -14,9 +14,9 @@ from time import sleep
 from typing import Literal, NoReturn, TypeVar
 
 from shardpass.backends import DEFAULT_TIMEOUT
+from shardpass.backends.environment import Launch, detect
 from shardpass.backends.failure import reason_of
 from shardpass.backends.hosts import CHEAP_TENSORS
-from shardpass.backends.launch import Launch, detect
 from shardpass.cli.console import fail, sentence
 from shardpass.connection import connect, spawn
 from shardpass.core.ranks import Ranks
@@ -42,13 +42,10 @@ def started_by() -> Launch | None:
 def run_ranks(
     work: Callable[[Ranks, C], T], config: C, backend: Backend, ranks: int | None, timeout: float = DEFAULT_TIMEOUT
 ) -> T:
-    """What ``work(comm, config)`` returned on this rank, or on rank 0 if the ranks are started here.
+    """What ``work(comm, config)``, a function at module level, returned on this rank, or on rank 0 if ranks start here.
 
-    Args:
-        work: a function at module level.
-        backend: ``"auto"`` takes the ranks of the launcher if one started this process, else starts threads.
-        ranks: number of ranks to start, or to expect from the launcher.
-        timeout: seconds a wait for another rank may take.
+    ``"auto"`` takes the ranks of the launcher if one started this process, else starts threads. `ranks` is how many to
+    start, or to expect.
     """
     if backend in ("threads", "processes") and (launch := started_by()):
         raise ValueError(
@@ -57,7 +54,7 @@ def run_ranks(
         )
     if starts_threads(backend, ranks):
         backend = "threads"
-    if backend == "threads" or backend == "processes":
+    if backend in ("threads", "processes"):
         return spawn(work, ranks or 1, backend, args=(config,), timeout=timeout)[0]
     comm = connect(backend, ranks=ranks, timeout=timeout)
     try:
@@ -122,8 +119,7 @@ def launcher_environment() -> dict[str, str]:
 def launch_command(launcher: str, ranks: int, module: str) -> list[str] | None:
     """The command that runs ``python -m module`` on `ranks` ranks, without arguments; `None` if there is no mpirun.
 
-    Args:
-        launcher: ``"mpirun"``, ``"torchrun"``, or ``"none"`` for a plain process.
+    The launcher is ``"mpirun"``, ``"torchrun"``, or ``"none"`` for a plain process.
     """
     if launcher == "none":
         return [sys.executable, "-m", module]

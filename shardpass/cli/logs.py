@@ -20,16 +20,13 @@ COLUMNS = ("epoch", "loss", *SPLITS, "seconds", "bytes_sent")
 
 
 class Log:
-    """Takes one record per epoch, and the summary of a run that has come to its end."""
+    """Takes one record per epoch, and the summary of a run that has come to its end. It is closed in any case."""
 
-    def epoch(self, record: Record) -> None:
-        """One epoch."""
+    def epoch(self, record: Record) -> None: ...
 
-    def finish(self, summary: Record) -> None:
-        """The end of the run."""
+    def finish(self, summary: Record) -> None: ...
 
-    def close(self) -> None:
-        """Give back what is held, whether the run came to its end or not."""
+    def close(self) -> None: ...
 
 
 class JsonLines(Log):

@@ -26,12 +26,7 @@ def exact_allocator() -> dict[str, str]:
 
 
 class PeakMeter:
-    """The peak above the memory held when the meter was made.
-
-    Attributes:
-        method: how the peak is found, in words.
-        baseline: bytes resident at the start.
-    """
+    """The peak above the memory held when the meter was made. `method` says how it is found."""
 
     def __init__(self) -> None:
         self.method = "peak resident set above the loaded baseline"

@@ -39,9 +39,7 @@ class ModelConfig:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """`dtype` as torch has it."""
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
+        return {"float32": torch.float32, "float64": torch.float64}[self.dtype]
 
     def build(self, num_features: int, num_classes: int, in_degrees: Tensor | None = None) -> nn.Module:
         """A new PyG model. Without `in_degrees` (see `in_degrees_for`), a ``"pna"`` is of the right size and wrong."""

@@ -9,40 +9,25 @@ from string import Template
 from shardpass.cli.launch import typed_command
 from shardpass.core.ranks import prepare_target
 
-_PYG = {
-    "library": "PyG",
-    "import_": "from torch_geometric.nn import SAGEConv",
-    "inputs": "x, edge_index",
-    "first": "SAGEConv(channels, hidden)",
-    "second": "SAGEConv(hidden, classes)",
-    "first_call": "self.first(x, edge_index)",
-    "second_call": "self.second(h, edge_index)",
-    "wrap": "sp.pyg.wrap",
-    "call": "model(graph.x, graph.edge_index)",
-    "names": "",
-    "x": "graph.x",
-    "y": "graph.y",
-    "channels": "graph.num_features",
-    "classes": "graph.num_classes",
-}
-_DGL = {
-    "library": "DGL",
-    "import_": "from dgl.nn import SAGEConv",
-    "inputs": "g, x",
-    "first": 'SAGEConv(channels, hidden, "mean")',
-    "second": 'SAGEConv(hidden, classes, "mean")',
-    "first_call": "self.first(g, x)",
-    "second_call": "self.second(g, h)",
-    "wrap": "sp.dgl.wrap",
-    "call": "model(graph, graph.node[FEATURES])",
-    "names": """
+_WORDS = {
+    "library": ("PyG", "DGL"),
+    "import_": ("from torch_geometric.nn import SAGEConv", "from dgl.nn import SAGEConv"),
+    "inputs": ("x, edge_index", "g, x"),
+    "first": ("SAGEConv(channels, hidden)", 'SAGEConv(channels, hidden, "mean")'),
+    "second": ("SAGEConv(hidden, classes)", 'SAGEConv(hidden, classes, "mean")'),
+    "first_call": ("self.first(x, edge_index)", "self.first(g, x)"),
+    "second_call": ("self.second(h, edge_index)", "self.second(g, h)"),
+    "wrap": ("sp.pyg.wrap", "sp.dgl.wrap"),
+    "call": ("model(graph.x, graph.edge_index)", "model(graph, graph.node[FEATURES])"),
+    "names": ("", """
 FEATURES, LABELS = "x", "y"  # fields of the demo; many graphs of DGL have "feat" and "label" instead
-""",
-    "x": "graph.node[FEATURES]",
-    "y": "graph.node[LABELS]",
-    "channels": "graph.node[FEATURES].size(1)",
-    "classes": "1 + max(comm.all_gather_object(int(graph.node[LABELS].max())))",
-}
+"""),
+    "x": ("graph.x", "graph.node[FEATURES]"),
+    "y": ("graph.y", "graph.node[LABELS]"),
+    "channels": ("graph.num_features", "graph.node[FEATURES].size(1)"),
+    "classes": ("graph.num_classes", "1 + max(comm.all_gather_object(int(graph.node[LABELS].max())))"),
+}  # fmt: skip
+"""What the script says for PyG, and for DGL."""
 _SCRIPT = '''\
 """Train a $library model on a whole graph, on one rank or on several.
 
@@ -147,6 +132,7 @@ def write_script(file: Path, uses_dgl: bool) -> str:
         raise ValueError(f"{file} is there already, and new does not overwrite: give another name, or remove it")
     prepare_target(file)
     command, name = typed_command(), shlex.quote(str(file))
-    text = Template(_SCRIPT).substitute(_DGL if uses_dgl else _PYG, command="shardpass", file=file.name)
+    words = {word: pair[uses_dgl] for word, pair in _WORDS.items()}
+    text = Template(_SCRIPT).substitute(words, command="shardpass", file=file.name)
     file.write_text(text, encoding="utf-8")
     return f"wrote {file}. Next:\n  {command} partition demo:powerlaw:5000 parts\n  python {name} parts"

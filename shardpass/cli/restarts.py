@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardpass.cli.config import TrainConfig
 from shardpass.cli.console import sentence
-from shardpass.cli.launch import Backend, started_by
+from shardpass.cli.launch import Backend, run_ranks, started_by
 from shardpass.cli.logs import Record
 from shardpass.cli.training import train_rank
 from shardpass.connection import spawn
@@ -16,11 +16,13 @@ from shardpass.errors import CommunicationError, DivergenceError
 
 
 def train_with_restarts(config: TrainConfig, backend: Backend, ranks: int | None, restarts: int) -> Record:
-    """The summary of the run, whose ranks are processes of this machine.
+    """The summary of the run. If it may be started again, its ranks are processes of this machine.
 
     A rank that dies, or cannot be reached, ends the others; then all are started again. Another error is taken for one
     that a restart would repeat, unless a checkpoint has been written since the ranks were started.
     """
+    if not restarts:
+        return run_ranks(train_rank, config, backend, ranks)
     _check(config, backend)
     path = Path(config.checkpoint)
     at_first = _written(path)

@@ -70,25 +70,14 @@ def unused_edge_fields(graph: ShardedGraph, edge_weight: str) -> str:
 
 def features_of(graph: ShardedGraph, dtype: torch.dtype) -> Tensor:
     """The own rows of the field ``x``, or of DGL's ``feat``, ``[num_nodes, channels]``."""
-    name = _first(graph, FEATURES)
-    if name is None:
-        raise ValueError(
-            f"the store has no node features: no field 'x' or 'feat' ({_known(graph)}); partition with the features "
-            f"under one of these names"
-        )
-    x: Tensor = graph.node[name]
+    x: Tensor = graph.node[_field(graph, FEATURES, "node features")]
     x = x.to_dense() if x.is_sparse else x
     return (x if x.dim() > 1 else x[:, None]).to(dtype)
 
 
 def num_classes_of(graph: ShardedGraph) -> int:
     """Classes of the labels of all ranks. Collective."""
-    name = _first(graph, LABELS)
-    if name is None:
-        raise ValueError(
-            f"the store has no labels: no node field 'y' or 'label' ({_known(graph)}); partition with labels under one "
-            f"of these names"
-        )
+    name = _field(graph, LABELS, "labels")
     if name == "y":
         return graph.num_classes
     labels = graph.node[name]
@@ -96,8 +85,15 @@ def num_classes_of(graph: ShardedGraph) -> int:
     return 1 + max(graph.comm.all_gather_object(largest, "number of classes"))
 
 
-def _first(graph: ShardedGraph, names: tuple[str, ...]) -> str | None:
-    return next((name for name in names if name in graph.node), None)
+def _field(graph: ShardedGraph, names: tuple[str, str], what: str) -> str:
+    """The first of two names that a node field has."""
+    for name in names:
+        if name in graph.node:
+            return name
+    raise ValueError(
+        f"the store has no {what}: no node field {names[0]!r} or {names[1]!r} ({_known(graph)}); partition with {what} "
+        f"under one of these names"
+    )
 
 
 def read_task(graph: ShardedGraph, dtype: torch.dtype, mask_prefix: str, split: int, edge_weight: str) -> Task:
@@ -109,7 +105,7 @@ def read_task(graph: ShardedGraph, dtype: torch.dtype, mask_prefix: str, split: 
     """
     x = features_of(graph, dtype)
     num_classes = num_classes_of(graph)
-    y = graph.node[_first(graph, LABELS)]  # type: ignore[index]
+    y = graph.node[_field(graph, LABELS, "labels")]
     if y.is_floating_point() or y.dim() != 1:
         hint = "write a training script for other targets, which `shardpass new` begins"
         if tuple(y.shape[1:]) == (1,):

@@ -24,7 +24,7 @@ from shardpass.errors import MissingDependencyError
 from shardpass.planning.sizes import known_sizes
 
 
-class Run:
+class TrainingRun:
     """A training run on one rank: what is trained, on what, and how far it has come."""
 
     def __init__(self, comm: Ranks, config: TrainConfig) -> None:
@@ -130,7 +130,7 @@ def train_rank(comm: Ranks, config: TrainConfig) -> Record:
     torch.set_num_threads(config.threads)
     problems = (OSError, ValueError, MissingDependencyError)
     fail_together(comm, "train: files to write", lambda: prepare_files(comm, config), *problems)
-    run = Run(comm, config)
+    run = TrainingRun(comm, config)
     note = run.resume() if config.resume else ""
     meter, start = PeakMeter(), perf_counter()
     with closing(Reporter(config, run.graph, run.first_epoch, note)) as reporter:
@@ -150,7 +150,7 @@ def prepare_files(comm: Ranks, config: TrainConfig) -> None:
         prepare_target(profile_of(comm, config))
 
 
-def summarise(run: Run, last: Record, meter: PeakMeter, seconds: float) -> Record:
+def summarise(run: TrainingRun, last: Record, meter: PeakMeter, seconds: float) -> Record:
     """The closing record: results, and per rank the peak memory and the bytes sent. Collective."""
     comm, graph = run.comm, run.graph
     names = ("peak_bytes", "bytes_sent", "nodes", "edges")

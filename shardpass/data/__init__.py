@@ -4,15 +4,13 @@ A reader returns a `RawGraph`, a partitioner gives each of its nodes a part, `pa
 `load` gives each rank its share. This package knows whole graphs and files. It knows no models and no frontends.
 """
 
-from shardpass.data.inspect import GroupReport, Report, inspect, verify
-from shardpass.data.layer_report import LayerReport, inspect_layers
+from shardpass.data.inspect import Report, inspect, inspect_layers, verify
 from shardpass.data.load import load
 from shardpass.data.lookup import find_nodes, node_names
 from shardpass.data.manifest import FieldInfo, Manifest
-from shardpass.data.merge import RankData, RankEdges, merge_parts, parts_of_rank
-from shardpass.data.part_edges import PartEdges
+from shardpass.data.merge import RankData, merge_parts, parts_of_rank
 from shardpass.data.partition import partition
-from shardpass.data.raw import EDGE, NODE, EdgeArrays, EdgeType, NodeType, RawGraph
+from shardpass.data.raw import EDGE, NODE, EdgeArrays, RawGraph
 from shardpass.data.readers import (
     GraphFiles,
     read,
@@ -28,16 +26,10 @@ __all__ = [
     "EDGE",
     "NODE",
     "EdgeArrays",
-    "EdgeType",
     "FieldInfo",
     "GraphFiles",
-    "GroupReport",
-    "LayerReport",
     "Manifest",
-    "NodeType",
-    "PartEdges",
     "RankData",
-    "RankEdges",
     "RawGraph",
     "Report",
     "Store",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from shardpass.data.file_rows import FileRows, loaded
+from shardpass.data.file_rows import FileRows, in_memory
 from shardpass.data.team import Team
 
 
@@ -38,7 +38,7 @@ class Doubts:
             before, first = self._counts.get((of, name), (0, ""))
             if not before:
                 row = start + int(wrong.reshape(len(wrong), -1).any(1).nonzero()[0])
-                first = f"{what}; the first that was found is in row {int(loaded(ids[row : row + 1]))}"
+                first = f"{what}; the first that was found is in row {int(in_memory(ids[row : row + 1]))}"
             self._counts[of, name] = before + count, first
 
     def note_empty_parts(self, sizes: list[int]) -> None:

@@ -18,8 +18,8 @@ class Fields(Mapping[str, Tensor]):
     of a single part is a view of the memory-mapped file; writing to it does not change the file. A field of several
     parts is copied into one tensor.
 
-    `info` has the dtype and row shape of every field, and reading it reads no field. `join` makes one tensor of those
-    of all files; by default the rows of one follow those of another.
+    `info` has the dtype and row shape of every field. `join` makes one tensor of those of all files; by default the
+    rows of one follow those of another.
 
     Raises:
         StoreError: on `fields[name]`, when its bytes are altered. The error names the file.
@@ -34,7 +34,7 @@ class Fields(Mapping[str, Tensor]):
         join: Callable[[Sequence[Tensor]], Tensor] | None = None,
     ) -> None:
         self.info = dict(info)
-        self._keys, self._files, self._join = dict(keys), list(files), join or joined
+        self._keys, self._files, self._join = dict(keys), list(files), join or join_rows
         self._tensors: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -61,6 +61,6 @@ class Fields(Mapping[str, Tensor]):
         return f"Fields({', '.join(described)})"
 
 
-def joined(tensors: Sequence[Tensor]) -> Tensor:
+def join_rows(tensors: Sequence[Tensor]) -> Tensor:
     """The rows of all tensors. If there is a single tensor, they are not copied."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

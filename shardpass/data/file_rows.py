@@ -127,23 +127,21 @@ def blocks(rows: Tensor | FileRows, count: int, rank: int = 0, size: int = 1) ->
     the blocks of some ranks may be short or empty.
     """
     for start in range(rank * count, -(-len(rows) // (count * size)) * count * size, count * size):
-        yield start, (rows.block(start, start + count) if isinstance(rows, FileRows) else rows[start : start + count])
+        yield start, row_range(rows, start, start + count)
 
 
-def loaded(rows: Tensor | FileRows) -> Tensor:
+def row_range(rows: Tensor | FileRows, start: int, stop: int) -> Tensor:
+    """The rows `[start, stop)` of an array."""
+    return rows.block(start, stop) if isinstance(rows, FileRows) else rows[start:stop]
+
+
+def in_memory(rows: Tensor | FileRows) -> Tensor:
     """The whole array in memory."""
     return rows.load() if isinstance(rows, FileRows) else rows
 
 
 class RowWriter:
-    """A file of rows that grows with every `append`. `rows()` returns what it holds.
-
-    Args:
-        path: the file to write.
-        dtype: the NumPy dtype of the numbers.
-        row_shape: the shape of one row.
-        name: the file that error messages about these rows should name.
-    """
+    """A file of rows that grows with every `append`. Errors about what `rows()` returns have `name` for `path`."""
 
     def __init__(self, path: Path, dtype: Any, row_shape: tuple[int, ...] = (), name: Path | None = None) -> None:
         self.path, self.dtype, self.row_shape, self.name = path, np.dtype(dtype), row_shape, name

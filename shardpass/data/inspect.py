@@ -1,4 +1,4 @@
-"""What a partition costs, for each part or rank: sizes, halo rows, cut edges, balance. And the check of every byte."""
+"""What a partition costs, for each part, rank or layer: sizes, halo rows, cut edges. And the check of every byte."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from shardpass.core.ranks import require_count
 from shardpass.data import keys
 from shardpass.data.layout import partition_fingerprint
 from shardpass.data.manifest import Manifest
 from shardpass.data.merge import merge_parts, parts_of_rank
-from shardpass.data.raw import EdgeType, NodeType
+from shardpass.data.raw import EDGE, NODE, EdgeType, NodeType
 from shardpass.data.store import Store, open_store
 from shardpass.data.tally import check_tallies, tally
 from shardpass.errors import StoreError
@@ -90,13 +91,19 @@ class Report:
         return max(values) * len(values) / sum(values) if sum(values) else 1.0
 
 
-def inspect(path: str | os.PathLike[str], ranks: int | None = None) -> Report:
-    """Sizes, halo rows, cut edges and bytes of a store.
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer: how many `nodes` it computes, `edges` into them, and `halo_rows` that all groups together fetch."""
 
-    All edges are read and verified, but no features.
+    nodes: int
+    edges: int
+    halo_rows: int
+
+
+def inspect(path: str | os.PathLike[str], ranks: int | None = None) -> Report:
+    """Sizes, halo rows, cut edges and bytes of the store at `path`. All edges are read and verified, but no features.
 
     Args:
-        path: a store.
         ranks: report what each of this many ranks would have. `None` reports each part.
 
     Raises:
@@ -104,16 +111,43 @@ def inspect(path: str | os.PathLike[str], ranks: int | None = None) -> Report:
         ValueError: when there are more ranks than parts.
     """
     store = open_store(path)
-    count = store.num_parts if ranks is None else require_count(ranks, "ranks", "inspect(path, ranks)", 1, _MOST_RANKS)
-    groups = [_group(store, parts_of_rank(store.num_parts, count, group)) for group in range(count)]
+    groups = [_group(store, parts) for parts in _groups(store, ranks)]
     return Report(store.path, store.manifest, ranks, groups)
 
 
-def verify(path: str | os.PathLike[str], progress: Callable[[str, int, int], None] | None = None) -> Manifest:
-    """The manifest of a store, after every byte of the store has been checked, and that its parts are one graph.
+def inspect_layers(
+    path: str | os.PathLike[str], mask: str, num_layers: int, ranks: int | None = None
+) -> list[LayerReport]:
+    """What each layer needs for the nodes of a stored mask, such as ``"train_mask"``. The first layer comes first.
 
     Args:
-        path: a store.
+        path: a store of one node and one edge type.
+        ranks: count the halo rows between this many ranks. `None` counts them between parts.
+
+    Raises:
+        StoreError: when the store cannot be opened or is altered.
+        ValueError: when the graph has several types, the store has no such mask, or there are more ranks than parts.
+    """
+    store = open_store(path)
+    if list(store.manifest.num_edges) != [EDGE] or list(store.manifest.num_nodes) != [NODE]:
+        raise ValueError(f"{store.path}: layers can be inspected for graphs of one node and one edge type")
+    info = store.manifest.node_fields[NODE].get(mask)
+    if info is None or info.dtype != torch.bool or info.shape:
+        masks = [name for name, i in store.manifest.node_fields[NODE].items() if i.dtype == torch.bool and not i.shape]
+        raise ValueError(f"{store.path} has no node mask {mask!r}; there are: {', '.join(masks) or 'none'}")
+    wanted = store.node_fields(NODE, range(store.num_parts))[mask].clone()
+    groups = _groups(store, ranks)
+    reports: list[LayerReport] = []
+    for _ in range(num_layers):
+        report, wanted = _layer(store, groups, wanted)
+        reports.insert(0, report)
+    return reports
+
+
+def verify(path: str | os.PathLike[str], progress: Callable[[str, int, int], None] | None = None) -> Manifest:
+    """The manifest of the store at `path`, after every byte has been checked, and that its parts are one graph.
+
+    Args:
         progress: called as ``progress("verify", done, total)`` with the number of files.
 
     Raises:
@@ -143,6 +177,12 @@ def verify(path: str | os.PathLike[str], progress: Callable[[str, int, int], Non
     return manifest
 
 
+def _groups(store: Store, ranks: int | None) -> list[range]:
+    """The parts of each rank; each part alone for `None`."""
+    count = store.num_parts if ranks is None else require_count(ranks, "ranks", "inspect(path, ranks)", 1, _MOST_RANKS)
+    return [parts_of_rank(store.num_parts, count, rank) for rank in range(count)]
+
+
 def _group(store: Store, parts: range) -> GroupReport:
     manifest = store.manifest
     halo_rows, cut_edges = {}, {}
@@ -169,3 +209,23 @@ def _remote(store: Store, edge_type: EdgeType, parts: range) -> tuple[int, int]:
     others = [source for source in range(store.num_parts) if source not in parts]
     rows = (torch.cat([part.halo_rows(source) for part in edges]).unique().numel() for source in others)
     return sum(rows), sum(part.counts[source] for part in edges for source in others)
+
+
+def _layer(store: Store, groups: list[range], wanted: Tensor) -> tuple[LayerReport, Tensor]:
+    """What a layer needs to compute the nodes `wanted`, and the nodes that it reads or computes."""
+    offsets = store.manifest.offsets[NODE]
+    read = wanted.clone()
+    num_edges = num_halo = 0
+    for parts in groups:
+        remote = torch.zeros(wanted.numel(), dtype=torch.bool)
+        for part in parts:
+            needed, edges = wanted[offsets[part] : offsets[part + 1]], store.part_edges(EDGE, part)
+            for source, first in enumerate(offsets[:-1]):
+                halo, starts, src_rows = edges.from_part(source)
+                rows = src_rows[torch.repeat_interleave(needed, starts.diff())]
+                num_edges += rows.numel()
+                remote[(rows if source == part else halo[rows]) + first] = True
+        read |= remote
+        remote[offsets[parts.start] : offsets[parts.stop]] = False
+        num_halo += int(remote.sum())
+    return LayerReport(int(wanted.sum()), num_edges, num_halo), read

@@ -63,7 +63,7 @@ def kaminpar_parts(
     require("kaminpar", "kaminpar", "partitioning with method 'kaminpar', the default,", instead)
     adjacency = Adjacency(graph, budget, _SHARE * budget.memory_bytes // _NEIGHBOUR_BYTES)
     if adjacency.kept < adjacency.neighbours and budget.team.rank == 0:
-        warnings.warn(_few_edges(adjacency), stacklevel=6)  # which calls `partition`
+        warnings.warn(_few_edges(adjacency), stacklevel=5)  # which calls `partition`
     path, result = write_parhip(adjacency, parts, budget, node_weights), budget.file()
 
     def cut() -> Tensor:
@@ -74,8 +74,14 @@ def kaminpar_parts(
         ended = subprocess.run(
             command, cwd=path.parent, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
         )
-        if ended.returncode:
-            raise ShardpassError(_failure(ended.returncode, ended.stderr))
+        if code := ended.returncode:
+            how = f"was ended by signal {-code}" if code < 0 else f"failed with exit code {code}"
+            why = ended.stderr.strip().splitlines()[-1:] or [
+                "it printed nothing; signal 9 often means a lack of memory"
+            ]
+            raise ShardpassError(
+                f"KaMinPar {how} ({why[0]}): give it more memory, or use method='random' or an assignment of your own"
+            )
         return torch.from_numpy(np.fromfile(result, np.int32))
 
     try:
@@ -94,12 +100,6 @@ def _few_edges(adjacency: Adjacency) -> str:
         f"(--memory): it may cut more edges than it has to. It sees all of them with about {enough}, and takes up to "
         f"{_SHARE} times as much memory then"
     )
-
-
-def _failure(code: int, text: str) -> str:
-    how = f"was ended by signal {-code}" if code < 0 else f"failed with exit code {code}"
-    why = text.strip().splitlines()[-1:] or ["it printed nothing; signal 9 often means that memory ran out"]
-    return f"KaMinPar {how} ({why[0]}): give it more memory, or use method='random' or an assignment of your own"
 
 
 def write_parhip(adjacency: Adjacency, parts: int, budget: Budget, node_weights: Tensor | None = None) -> Path:

@@ -20,8 +20,7 @@ _HASH_BLOCK = 1 << 20  # numbers
 class Layout:
     """New node ids of a partition. The nodes of part p have the new ids `[offsets[p], offsets[p + 1])` of their type.
 
-    Each attribute but `num_parts` has a tensor for each node type.
-
+    Each attribute but `num_parts` has a tensor for each node type:
     part_of: the part of each node by original id, int32 [num_nodes].
     offsets: int64 [num_parts + 1].
     node_ids: original ids in the order of the new ids, int64 [num_nodes]; ascending within a part.

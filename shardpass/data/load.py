@@ -54,11 +54,13 @@ def load(path: str | Path, comm: Ranks, options: Options | None = None) -> Shard
 
 
 def _loaded(path: str | Path, comm: Ranks, options: Options) -> ShardedGraph:
-    store, data, problem, counted = None, None, None, {}
-    of_graph: dict[str, Tensor] = {}
-    links: dict[EdgeType, dict[str, Tensor]] = {}
+    store, problem, counted = None, None, {}
     try:
-        _refuse_undecided(options)
+        if options.mode == "auto":
+            raise ValueError(
+                "mode='auto' must be decided before a graph is loaded: plan = shardpass.plan(model, path, comm=comm, "
+                "options=options), then shardpass.load(path, comm, plan.options)"
+            )
         store = open_store(path)
         data = merge_parts(store, comm.size, comm.rank)
         counted = tally(store, data)
@@ -67,7 +69,7 @@ def _loaded(path: str | Path, comm: Ranks, options: Options) -> ShardedGraph:
     except (OSError, ValueError, TypeError) as error:
         problem = error
     _agree_on_store(comm, store, options, problem, counted)
-    assert store is not None and data is not None
+    assert store is not None  # and all else is there: what failed has been raised
     ownership = {kind: _ownership(store, kind, comm.size) for kind in store.manifest.node_types}
     relations = {kind: _relation(comm, store, data, kind, ownership, options) for kind in store.manifest.edge_types}
     fields = {
@@ -75,16 +77,13 @@ def _loaded(path: str | Path, comm: Ranks, options: Options) -> ShardedGraph:
         for kind, owned in ownership.items()
     }
     classes = {kind: _num_classes(comm, kind, fields[kind]) for kind in ownership if "y" in fields[kind]}
-    shared: dict[str, Any] = {
-        "total_edges": dict(store.manifest.num_edges),
-        "fingerprint": store.manifest.graph_fingerprint,
-        "partition_fingerprint": store.manifest.partition_fingerprint,
-        "contents": _contents(store),
-        "tables": StoreTables(store),
-    }
-    share = (comm, options, ownership, data.node_ids, fields, relations)
     is_homogeneous = list(ownership) == [NODE] and list(relations) == [EDGE]
-    graph = (ShardedGraph if is_homogeneous else ShardedHeteroGraph)(*share, num_classes=classes, **shared)
+    graph = (ShardedGraph if is_homogeneous else ShardedHeteroGraph)(
+        comm, options, ownership, data.node_ids, fields, relations, num_classes=classes,
+        total_edges=dict(store.manifest.num_edges), fingerprint=store.manifest.graph_fingerprint,
+        partition_fingerprint=store.manifest.partition_fingerprint, contents=_contents(store),
+        tables=StoreTables(store),
+    )  # fmt: skip
     scalars = {name: value for name, value in store.manifest.graph_fields.items() if name != ADJACENCY}
     graph.graph_fields = {**scalars, **{name: value.to(comm.device) for name, value in of_graph.items()}}
     graph.own_links = {kind: _own_links(graph, kind, fields) for kind, fields in links.items()}
@@ -104,14 +103,6 @@ def _own_links(graph: ShardedGraph, kind: EdgeType, fields: dict[str, Tensor]) -
             found[name] = values[comm.rank :: comm.size].to(comm.device)
             comm.mark_rows(found[name], RowSet.fetched(len(found[name])))
     return found
-
-
-def _refuse_undecided(options: Options) -> None:
-    if options.mode == "auto":
-        raise ValueError(
-            "mode='auto' must be decided before a graph is loaded: plan = shardpass.plan(model, path, comm=comm, "
-            "options=options), then shardpass.load(path, comm, plan.options)"
-        )
 
 
 def _agree_on_store(

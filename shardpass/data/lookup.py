@@ -30,7 +30,6 @@ def node_names(
     came without names they are the original ids themselves. Not collective.
 
     Args:
-        path: a store.
         node_ids: integers [n] as in ``graph.node_ids``. `None` stands for all nodes, in the order of what
             `shardpass.gather` returns and of the rows that `shardpass.infer` writes.
         node_type: of the nodes, in a graph of several types.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shardpass.core.sharding import OwnerEdges
-from shardpass.data.fields import Fields, joined
+from shardpass.data.fields import Fields, join_rows
 from shardpass.data.merged_edges import MergedEdges
 from shardpass.data.part_edges import PartEdges
 from shardpass.data.raw import EdgeType, NodeType
@@ -31,12 +31,10 @@ class RankEdges:
 
 @dataclass(frozen=True)
 class RankData:
-    """What the rank that owns a run of parts needs. Structure is verified, fields when you first ask for them.
+    """What the rank that owns a run of `parts` needs. Structure is verified, fields when you first ask for them.
 
-    parts: the parts of the store that the rank owns.
     node_ids: for each node type, the original id of each own row, int64 [num_own].
     node_fields, edge_fields: for each type, tensors by name, with one row per own node or edge.
-    edges: the edges of each edge type.
     """
 
     parts: range
@@ -79,7 +77,7 @@ def merge_parts(store: Store, ranks: int, rank: int) -> RankData:
         edge_fields[kind] = store.edge_fields(kind, parts, join)
     return RankData(
         parts=parts,
-        node_ids={kind: joined([store.node_ids(kind, part) for part in parts]) for kind in manifest.node_types},
+        node_ids={kind: join_rows([store.node_ids(kind, part) for part in parts]) for kind in manifest.node_types},
         node_fields={kind: store.node_fields(kind, parts) for kind in manifest.node_types},
         edges=edges,
         edge_fields=edge_fields,
@@ -93,6 +91,7 @@ def _merged_edges(
     is_stored = len(groups) == store.num_parts
     parts = [store.part_edges(edge_type, part, mapped=is_stored) for part in groups[rank]]
     merged = MergedEdges(parts, groups, rank, store.manifest.offsets[edge_type[0]])
-    join = joined if is_stored else merged.joined
-    owners = [parts[0].from_part(part) for part in range(len(groups))] if is_stored else merged.owners()
+    join = join_rows if is_stored else merged.join
+    from_owner = parts[0].from_part if is_stored else merged.from_owner
+    owners = [from_owner(owner) for owner in range(len(groups))]
     return RankEdges(parts, owners, lambda: join([store.edge_ids(edge_type, part) for part in groups[rank]])), join

@@ -16,7 +16,7 @@ from shardpass.data.rows import SIGNED_TWIN
 _EDGES_AT_ONCE = 1 << 16
 
 
-class Piece(NamedTuple):
+class EdgePiece(NamedTuple):
     """Some edges from one source part: where they are stored, and where they stand among those of the same owner."""
 
     source: int
@@ -32,7 +32,6 @@ class MergedEdges:
     Args:
         parts: the rank's edges, part by part.
         groups: the parts of each rank.
-        rank: this rank.
         offsets: of the source nodes of the parts, num_parts + 1 numbers.
     """
 
@@ -40,11 +39,7 @@ class MergedEdges:
         self.parts, self.groups, self.rank, self.offsets = parts, groups, rank, offsets
         self._counts = [sum(sum(part.counts[group.start : group.stop]) for part in parts) for group in groups]
 
-    def owners(self) -> list[OwnerEdges]:
-        """The edges from each rank's nodes."""
-        return [self._from_owner(owner) for owner in range(len(self.groups))]
-
-    def joined(self, tensors: Sequence[Tensor]) -> Tensor:
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """The rows of all parts, each part's as they are stored, in the order of the list."""
         out = torch.empty((sum(self._counts), *tensors[0].shape[1:]), dtype=tensors[0].dtype)
         twin = SIGNED_TWIN.get(out.dtype, out.dtype)
@@ -54,10 +49,13 @@ class MergedEdges:
                     out.view(twin)[piece.places] = rows.view(twin)[piece.stored]
         return out
 
-    def _from_owner(self, owner: int) -> OwnerEdges:
+    def from_owner(self, owner: int) -> OwnerEdges:
+        """The edges from a rank's nodes."""
         group, num_edges = self.groups[owner], self._counts[owner]
         shift = [self.offsets[source] - self.offsets[group.start] for source in group]
-        needed = [self._needed(source) for source in group] if owner != self.rank else []
+        needed: list[Tensor] = []  # of each source part, the rows that any of the rank's parts needs, ascending
+        if owner != self.rank:
+            needed = [torch.cat([part.halo_rows(source) for part in self.parts]).unique() for source in group]
         src_rows = torch.empty(num_edges, dtype=torch.int32)
         indptr = torch.zeros(sum(part.num_dst for part in self.parts) + 1, dtype=smallest_index_dtype(num_edges))
         row = 0
@@ -73,10 +71,6 @@ class MergedEdges:
             row += part.num_dst
         rows = [rows + first for rows, first in zip(needed, shift)]
         return OwnerEdges(torch.cat(rows) if rows else src_rows[:0], indptr, src_rows)
-
-    def _needed(self, source: int) -> Tensor:
-        """The rows of a part that any of the rank's parts needs, ascending."""
-        return torch.cat([part.halo_rows(source) for part in self.parts]).unique()
 
     def _new_rows(self, owner: int, number: int, needed: list[Tensor], shift: list[int]) -> list[Tensor | int]:
         """For each source part of an owner, what becomes of the source rows of a part: new ones, or by how much more.
@@ -106,7 +100,7 @@ class MergedEdges:
             before += int(starts[:, -1].sum())
 
 
-def _pieces(group: range, part: PartEdges, starts: Tensor, before: int) -> Iterator[Piece]:
+def _pieces(group: range, part: PartEdges, starts: Tensor, before: int) -> Iterator[EdgePiece]:
     """The edges of a part from the source parts of a group, some destinations at a time.
 
     Args:
@@ -125,5 +119,5 @@ def _pieces(group: range, part: PartEdges, starts: Tensor, before: int) -> Itera
             begin, end = int(some[place, 0]), int(some[place, -1])
             shift = firsts[:, place] - (some[place, :-1] - begin)
             places = torch.repeat_interleave(shift, counts[place], output_size=end - begin) + torch.arange(end - begin)
-            yield Piece(source, slice(edge_starts[source] + begin, edge_starts[source] + end), places)
+            yield EdgePiece(source, slice(edge_starts[source] + begin, edge_starts[source] + end), places)
         row = stop

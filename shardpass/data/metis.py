@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,9 +16,16 @@ from shardpass.errors import require
 def metis_parts(graph: RawGraph, parts: int, budget: Budget, seed: int, node_weights: Tensor | None = None) -> Tensor:
     """The part of each node, [num_nodes]; the nodes of all types, one type after the other.
 
-    METIS sees one graph without directions and self-loops, in which parallel edges weigh as many. All edges are in
-    memory, whatever the budget.
+    Collective. METIS runs on rank 0, with all edges in memory. What the other ranks return holds no parts.
+
+    METIS sees one graph without directions and self-loops, in which parallel edges weigh as many.
     """
+    unknown = torch.empty(sum(graph.num_nodes.values()), dtype=torch.int32)
+    work = partial(_parts, graph, parts, budget.alone, seed, node_weights)
+    return budget.team.only_first("METIS", work, unknown)
+
+
+def _parts(graph: RawGraph, parts: int, budget: Budget, seed: int, node_weights: Tensor | None) -> Tensor:
     instead = "use method='kaminpar', which needs kaminpar"
     pymetis = require("pymetis", "metis", "partitioning with method 'metis'", instead)
     adjacency = Adjacency(graph, budget)

@@ -22,7 +22,6 @@ from shardpass.errors import StoreError
 class PartEdges:
     """A part's edges of one type, sorted by (source part, destination, original id). They stay in their file.
 
-    num_dst: destination nodes of the part.
     counts: the number of edges from each part.
     halo_starts: num_parts + 1 numbers; the halo rows from part q are `[halo_starts[q], halo_starts[q + 1])`.
     """
@@ -69,11 +68,10 @@ class PartEdges:
         )
 
 
-def checked_edges(manifest: Manifest, edge_type: EdgeType, part: int, file: TensorFile, mapped: bool) -> PartEdges:
+def check_edges(manifest: Manifest, edge_type: EdgeType, part: int, file: TensorFile, mapped: bool) -> PartEdges:
     """The edges of a part, after every number has been found to be where it must be. Edge ids are not looked at.
 
-    Args:
-        mapped: look at them in the mapped file, since they will be used there.
+    With `mapped`, they are looked at in the mapped file, since they will be used there.
     """
     sources, targets = manifest.offsets[edge_type[0]], manifest.offsets[edge_type[2]]
     num_dst, num_edges = targets[part + 1] - targets[part], manifest.part_edges[edge_type][part]

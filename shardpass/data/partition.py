@@ -35,89 +35,75 @@ _MOST_PARTS = 99_999  # each is a file, whose name has five digits
 
 
 def partition(
-    data: Any,
-    path: str | os.PathLike[str],
-    parts: int | None = None,
-    method: str = "kaminpar",
-    *,
-    assignment: Any = None,
-    node_weights: Any = None,
-    seed: int = 0,
-    overwrite: bool = False,
-    progress: Callable[[str, int, int], None] | None = None,
-    threads: int = 1,
-    memory_bytes: str | float = MEMORY_BYTES,
-    node_id: str | None = None,
-    comm: Ranks | None = None,
-) -> Manifest:
+    data: Any, path: str | os.PathLike[str], parts: int | None = None, method: str = "kaminpar", *,
+    assignment: Any = None, node_weights: Any = None, seed: int = 0, overwrite: bool = False,
+    progress: Callable[[str, int, int], None] | None = None, threads: int = 1,
+    memory_bytes: str | float = MEMORY_BYTES, node_id: str | None = None, comm: Ranks | None = None,
+) -> Manifest:  # fmt: skip
     """The manifest of the store that was written to `path`: the graph, cut into parts.
 
-    Run it in one process, or, for a graph in files, in several with `comm`. The store has the same bytes either way.
-    It appears at `path` when it is complete. Temporary files are beside `path`.
+    Run it in one process, or, for a graph in files, in several with `comm`: the store has the same bytes. It appears
+    at `path` when it is complete. Temporary files are beside it.
 
     Args:
         data: anything that `shardpass.data.read` takes, or files that are read piece by piece, as
             `shardpass.data.stream_edge_list` and `stream_ogb` return them.
-        path: the directory to write.
-        parts: the number of parts, which is the largest number of ranks that can use the store. `None` keeps the
-            partition that `data` came with, as a DGL partition directory does.
+        parts: how many, which is the most ranks that can use the store. `None` keeps the partition of `data`, if any.
         method: "kaminpar"; "metis", which needs all edges in memory; "random"; or "range" (contiguous original ids).
         assignment: the part of each node, in place of a method: integers in `[0, parts)`, or a dict with an array for
             each node type.
         node_weights: what "kaminpar" and "metis" balance: a number above 0 for each node, or a dict with an array for
-            each node type. By default a node weighs the bytes of its fields, and of its in-edges with theirs, as a rank
-            holds them.
+            each node type. By default a node weighs the bytes of its fields, and of its in-edges with theirs.
         seed: of the method. "metis" and "random" give the same partition for the same seed; "kaminpar" mostly does.
-        overwrite: replace a store that is already at `path`.
-        progress: called as `progress(stage, done, total)`. The stages are "read", "count", "bucket", "assign", "sort"
-            and "write"; not every source and method has all of them.
+        progress: called as `progress(stage, done, total)`. Stages are some of read, count, bucket, assign, sort, write.
         threads: of "kaminpar". With more than one, every run gives another partition.
-        memory_bytes: memory for edges, of each process, as a number or as ``"4GiB"``. The edges into one node are never
-            divided.
-        node_id: the node field that holds your own ids, as in `shardpass.data.read`. The store keeps them, and
-            `shardpass.node_names` returns them.
-        comm: the ranks that share the work, as `shardpass.connect` returns them. The call is collective then: all ranks
-            pass the same arguments, and see the same files and the same folder of `path`. Rank 0 alone runs KaMinPar
-            or METIS and tells of the progress. The others wait for it: pass `connect` a `timeout` longer than that.
+        memory_bytes: for edges, of each process, as a number or as ``"4GiB"``. Those into one node are never divided.
+        node_id: the node field with your own ids, as in `shardpass.data.read`. `shardpass.node_names` returns them.
+        comm: the ranks that share the work. The call is collective then: all pass the same arguments, and see the same
+            files and the same folder of `path`. Rank 0 alone runs KaMinPar or METIS: pass `connect` a longer `timeout`.
 
     Raises:
-        StoreError: when something is at `path` already.
+        StoreError: when something is at `path` already. With `overwrite`, a store that is there is replaced.
         DivergenceError: when ranks passed different arguments.
         OSError: when a file cannot be written. If the disk is full, the message names the file and its size.
         ValueError, TypeError: when the graph or an argument is wrong; the message says how.
     """
     shorten_tracebacks()
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(
-            f"partition(data, path, parts): `path` must name the directory to write, but got {type(path).__name__}"
-        )
-    target, team = Path(os.path.abspath(path)), Team(comm)
-    num_bytes = _memory(memory_bytes)
-    named = is_dataclass(data) if isinstance(data, GraphFiles) else isinstance(data, str | os.PathLike)
-    facts: dict[str, Any] = {"data": str(data) if named else type(data).__name__, "path": str(target), "parts": parts}
-    facts |= {"method": method, "seed": seed, "memory_bytes": num_bytes}
-    team.agree("partition", facts)
+    team, doubts = Team(comm), Doubts()
+    target, num_bytes = _agreed(team, data, path, parts, method, seed, memory_bytes)
     team.only_first("partition", lambda: check_target(target, overwrite), None)
-    doubts = Doubts()
     with nullcontext() if comm is None else comm.out_of_turn(), _scratch(target, team) as scratch:
         report = progress if progress is not None and team.rank == 0 else lambda stage, done, total: None
         budget = Budget(scratch, num_bytes, report, team)
         graph = _opened(data, budget, node_id)
         parts, assignment = _division(graph, parts, assignment)
         layout = lay_out(assign(graph, parts, method, assignment, seed, threads, budget, node_weights), parts)
-        complete = Path(scratch, "store")
-        manifest = _write(graph, layout, complete, GIVEN if assignment is not None else method, seed, budget, doubts)
-        team.only_first("the store", lambda: publish(complete, target, overwrite), None)
+        method = GIVEN if assignment is not None else method
+        manifest = _write(graph, layout, scratch / "store", method, seed, budget, doubts)
+        team.only_first("the store", lambda: publish(scratch / "store", target, overwrite), None)
     if team.rank == 0:
         doubts.tell(stacklevel=2)
     return manifest
 
 
-def _memory(memory_bytes: str | float) -> int:
+def _agreed(
+    team: Team, data: Any, path: Any, parts: int | None, method: str, seed: int, memory_bytes: str | float
+) -> tuple[Path, int]:
+    """The directory to write, and the bytes of memory, after all ranks have passed the same arguments. Collective."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"partition(data, path, parts): `path` must name the directory to write, but got {type(path).__name__}"
+        )
+    target = Path(os.path.abspath(path))
     try:
-        return parse_bytes(memory_bytes)
+        num_bytes = parse_bytes(memory_bytes)
     except ValueError as error:
         raise ValueError(f"memory_bytes: {error}") from None
+    is_named = is_dataclass(data) if isinstance(data, GraphFiles) else isinstance(data, str | os.PathLike)
+    facts: dict[str, Any] = {"data": str(data) if is_named else type(data).__name__, "path": str(target)}
+    facts |= {"parts": parts, "method": method, "seed": seed, "memory_bytes": num_bytes}
+    team.agree("partition", facts)
+    return target, num_bytes
 
 
 @contextmanager
@@ -258,10 +244,10 @@ def _write_parts(
     graph: RawGraph, layout: Layout, edges: Collection[EdgesByPart], directory: Path, budget: Budget, doubts: Doubts
 ) -> list[_Written]:
     """What was written of each part that this rank writes."""
-    written, team = [], budget.team
+    written = []
     offsets = torch.stack([torch.as_tensor(offsets) for offsets in layout.offsets.values()]).sum(0)
     doubts.note_empty_parts(offsets.diff().tolist())
-    for part in parts_of(layout.num_parts, team):
+    for part in parts_of(layout.num_parts, budget.team):
         budget.report("write", part, layout.num_parts)
         tensors = _node_tensors(graph, layout, part, doubts)
         for by_part in edges:
@@ -286,8 +272,7 @@ def _node_tensors(graph: RawGraph, layout: Layout, part: int, doubts: Doubts) ->
 def _edge_tensors(graph: RawGraph, by_part: EdgesByPart, part: int, doubts: Doubts) -> dict[str, Blocks]:
     """The tensors of a part's edges of one type."""
     kind, edges = by_part.edge_type, by_part.of_part(part)
-    arrays: tuple[torch.Tensor | FileRows, ...] = edges
-    tensors = {keys.edge_array_key(kind, name): _blocks(array) for name, array in zip(keys.EDGE_ARRAYS, arrays)}
+    tensors = {keys.edge_array_key(kind, name): _blocks(getattr(edges, name)) for name in keys.EDGE_ARRAYS}
     for name, field in graph.edge_fields[kind].items():
         tensors[keys.edge_field_key(kind, name)] = _rows(field, edges.edge_ids, doubts, name, f"edges of type {kind}")
     return tensors

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from shardpass.core.ranks import require_count
-from shardpass.data.file_rows import loaded
+from shardpass.data.file_rows import in_memory
 from shardpass.data.kaminpar_parts import kaminpar_parts
 from shardpass.data.metis import metis_parts
-from shardpass.data.raw import NODE, NodeType, RawGraph, checked_ids
+from shardpass.data.raw import NODE, NodeType, RawGraph, check_ids
 from shardpass.data.streaming import Budget
 
 _MOST_THREADS = 4096
@@ -33,40 +33,14 @@ def assign(
     budget: Budget | None = None,
     node_weights: Any = None,
 ) -> dict[NodeType, Tensor]:
-    """The part of each node by original id, int32 [num_nodes], for each node type. Parts may be empty.
+    """The part of each node of a validated graph, by original id, int32 [num_nodes], for each node type.
 
-    Args:
-        graph: a validated graph.
-        parts: the number of parts. It may be larger than the number of nodes.
-        method: one of `METHODS`; not used if there is an `assignment`.
-        assignment: parts in `[0, parts)`, an integer for each node: an array, or a dict with one for each node type.
-        seed: of random choices. The same seed gives the same parts, by "kaminpar" only mostly.
-        threads: of "kaminpar". With more than one, the same seed gives other parts every time.
-        budget: memory for the edges of a graph in files, the ranks that do the work, and who is told of the progress.
-            All ranks are given the parts that rank 0 has found.
-        node_weights: of "kaminpar" and "metis", which balance the sums of the parts: numbers above 0 for each node, an
-            array or a dict with one for each node type. By default they are the bytes that a rank holds for a node.
-
-    Raises:
-        ValueError: when the method is unknown, parts or threads are fewer than 1, or the assignment or the weights do
-            not fit.
-        TypeError: when the assignment is not made of integers.
-        MissingDependencyError: when the package of the method is not installed.
+    Parts may be empty. All ranks of the budget are given those that rank 0 has found. The arguments and the errors are
+    those of `partition`.
     """
     budget = budget or Budget()
-    if parts < 1:
-        raise ValueError(f"{parts} parts; expected at least 1")
-    if assignment is None and method not in METHODS:
-        raise ValueError(f"unknown partition method {method!r}; the methods are {', '.join(METHODS)}")
-    if not isinstance(seed, int):
-        raise TypeError(f"partition(seed=): `seed` must be an integer, found {type(seed).__name__}")
-    require_count(threads, "threads", "partition(threads=)", 1, _MOST_THREADS)
     balances = assignment is None and method in ("kaminpar", "metis")
-    if node_weights is not None and not balances:
-        given = repr(method) if assignment is None else "an assignment"
-        raise ValueError(
-            f"node_weights are for the methods 'kaminpar' and 'metis', which balance them, not for {given}"
-        )
+    _check_arguments(parts, method, assignment, seed, threads, node_weights is not None and not balances)
     weights = None if node_weights is None else _given_weights(graph, node_weights)
     if not balances:  # these two report other stages before
         budget.report("assign", 0, 1)
@@ -77,11 +51,27 @@ def assign(
     elif method == "range":
         found = _range_parts(graph, parts)
     elif method == "metis":
-        found = _over_all_types(graph, parts, lambda: _metis_on_first(graph, parts, budget, seed, weights))
+        found = _over_all_types(graph, parts, partial(metis_parts, graph, parts, budget, seed, weights))
     else:
-        found = _over_all_types(graph, parts, lambda: kaminpar_parts(graph, parts, budget, seed, threads, weights))
+        found = _over_all_types(graph, parts, partial(kaminpar_parts, graph, parts, budget, seed, threads, weights))
     budget.report("assign", 1, 1)
     return {kind: budget.team.broadcast("the part of each node", part_of) for kind, part_of in found.items()}
+
+
+def _check_arguments(parts: int, method: str, assignment: Any, seed: Any, threads: int, has_useless: bool) -> None:
+    """Raise an error unless these are arguments of `assign`. `has_useless` says that weights are given to no use."""
+    if parts < 1:
+        raise ValueError(f"{parts} parts; expected at least 1")
+    if assignment is None and method not in METHODS:
+        raise ValueError(f"unknown partition method {method!r}; the methods are {', '.join(METHODS)}")
+    if not isinstance(seed, int):
+        raise TypeError(f"partition(seed=): `seed` must be an integer, found {type(seed).__name__}")
+    require_count(threads, "threads", "partition(threads=)", 1, _MOST_THREADS)
+    if has_useless:
+        given = repr(method) if assignment is None else "an assignment"
+        raise ValueError(
+            f"node_weights are for the methods 'kaminpar' and 'metis', which balance them, not for {given}"
+        )
 
 
 def _over_all_types(graph: RawGraph, parts: int, cut: Callable[[], Tensor]) -> dict[NodeType, Tensor]:
@@ -95,13 +85,6 @@ def _over_all_types(graph: RawGraph, parts: int, cut: Callable[[], Tensor]) -> d
     else:
         part_of = cut()
     return dict(zip(graph.num_nodes, part_of.int().split(sizes)))
-
-
-def _metis_on_first(graph: RawGraph, parts: int, budget: Budget, seed: int, node_weights: Tensor | None) -> Tensor:
-    """The parts that METIS finds on rank 0, which has all edges in memory. What the others return holds no parts."""
-    unknown = torch.empty(sum(graph.num_nodes.values()), dtype=torch.int32)
-    work = partial(metis_parts, graph, parts, budget.alone, seed, node_weights)
-    return budget.team.only_first("METIS", work, unknown)
 
 
 def _random_parts(graph: RawGraph, parts: int, seed: int) -> dict[NodeType, Tensor]:
@@ -161,7 +144,7 @@ def _given_parts(graph: RawGraph, parts: int, assignment: Any) -> dict[NodeType,
     given = {}
     for kind, count in graph.num_nodes.items():
         what = f"the parts assigned to nodes of type {kind!r}"
-        part_of = loaded(checked_ids(assignment[kind], parts, what, "parts"))
+        part_of = in_memory(check_ids(assignment[kind], parts, what, "parts"))
         if len(part_of) != count:
             raise ValueError(f"{what} have the shape [{len(part_of)}]; expected [{count}], one part per node")
         given[kind] = part_of.int()

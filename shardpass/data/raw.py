@@ -46,8 +46,7 @@ _BLOCK_ROWS = 1 << 20
 class EdgeArrays:
     """The edges of one type: edge i goes from node `src[i]` to node `dst[i]`.
 
-    Args:
-        src, dst: integer arrays of any kind, [num_edges]. Arrays in files (`FileRows`) are never read as a whole.
+    Both are integer arrays of any kind, [num_edges]. Arrays in files (`FileRows`) are never read as a whole.
     """
 
     src: Any
@@ -99,10 +98,8 @@ class RawGraph:
         """The same graph, checked, with torch tensors for all arrays. Memory is shared where that is possible.
 
         The ends of the edges become int32 or int64 tensors on the CPU, or stay in their files. Every node type has an
-        entry in `node_fields`, and every edge type one in `edge_fields`.
-
-        Args:
-            share: says of which rows the ids are checked, if they are in files, given the number of rows.
+        entry in `node_fields`, and every edge type one in `edge_fields`. Given the number of rows of an array in a
+        file, `share` says of which of them the ids are checked.
         """
         for node_type, count in self.num_nodes.items():
             _check_name(node_type)
@@ -148,7 +145,7 @@ class RawGraph:
                 checked[name] = _checked_graph_field(name, checked[name])
                 continue
             for end, ids in zip(kind[::2], checked[name]):
-                checked_ids(ids, self.num_nodes[end], f"ids of {end!r} in {name!r} of {kind}")
+                check_ids(ids, self.num_nodes[end], f"ids of {end!r} in {name!r} of {kind}")
         return checked
 
     def _checked_edges(self, kind: EdgeType, arrays: EdgeArrays, share: Callable[[int], range]) -> EdgeArrays:
@@ -159,8 +156,8 @@ class RawGraph:
         for end in (kind[0], kind[2]):
             if end not in self.num_nodes:
                 raise ValueError(f"edge type {kind}: {end!r} is not a node type of this graph: {list(self.num_nodes)}")
-        src = checked_ids(arrays.src, self.num_nodes[kind[0]], f"source ids of edges {kind}", share=share)
-        dst = checked_ids(arrays.dst, self.num_nodes[kind[2]], f"destination ids of edges {kind}", share=share)
+        src = check_ids(arrays.src, self.num_nodes[kind[0]], f"source ids of edges {kind}", share=share)
+        dst = check_ids(arrays.dst, self.num_nodes[kind[2]], f"destination ids of edges {kind}", share=share)
         if len(src) != len(dst):
             raise ValueError(f"edges {kind}: {len(src)} sources and {len(dst)} destinations; expected as many of both")
         return EdgeArrays(src, dst)
@@ -175,7 +172,7 @@ def _check_name(name: Any) -> None:
         raise ValueError(f"name {name!r} is not valid Unicode") from None
 
 
-def checked_ids(
+def check_ids(
     values: Any, count: int, what: str, counted: str = "nodes", share: Callable[[int], range] = range
 ) -> Tensor | FileRows:
     """The values as int32 or int64, [n], or in their file, after each has been found to be in `[0, count)`."""

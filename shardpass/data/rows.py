@@ -43,10 +43,10 @@ def _dense_rows(matrix: Tensor, ids: Tensor) -> Tensor:
     return dense.index_put_((rows, matrix.col_indices()[entries].long()), matrix.values()[entries])
 
 
-def row_blocks(field: Field, ids: Tensor | FileRows, block_bytes: int = BLOCK_BYTES) -> Iterator[Tensor]:
-    """The rows `ids` of a field in consecutive blocks of about `block_bytes` bytes."""
+def row_blocks(field: Field, ids: Tensor | FileRows) -> Iterator[Tensor]:
+    """The rows `ids` of a field in consecutive blocks of about `BLOCK_BYTES` bytes."""
     row_bytes = math.prod(field.shape[1:]) * field.dtype.itemsize
-    for _, wanted in blocks(ids, max(1, block_bytes // max(8, row_bytes))):
+    for _, wanted in blocks(ids, max(1, BLOCK_BYTES // max(8, row_bytes))):
         yield take_rows(field, wanted.long())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
@@ -18,45 +17,36 @@ from shardpass.errors import StoreError
 _MOST_NODES = 2**31  # of a part, since rows are int32
 
 
-def contradictions(manifest: Manifest) -> Iterator[str]:
-    """Words about each way in which a manifest contradicts itself."""
+def contradiction(manifest: Manifest) -> str | None:
+    """Words about the first way in which a manifest contradicts itself, if there is one."""
     parts = manifest.num_parts
     if not 1 <= parts == len(manifest.files):
-        yield f"it lists {len(manifest.files)} files for {parts} parts"
-        return
-    for what, record, name in (
-        ("names", manifest.names, keys.NAMES_FILE),
-        ("graph fields", manifest.graph_file, keys.GRAPH_FILE),
-    ):
+        return f"it lists {len(manifest.files)} files for {parts} parts"
+    for record, name in ((manifest.names, keys.NAMES_FILE), (manifest.graph_file, keys.GRAPH_FILE)):
         if record is not None and record.name != name:
-            yield f"{what} are in {record.name!r}; expected {name!r}"
-            return
+            return f"it lists the file {record.name!r}; expected {name!r}"
     for node_type, offsets in manifest.offsets.items():
         ends = [0, manifest.num_nodes[node_type]]
         if len(offsets) != parts + 1 or [offsets[0], offsets[-1]] != ends or sorted(offsets) != offsets:
-            yield f"offsets of nodes {node_type!r} are not {parts + 1} ascending numbers from 0 to {ends[1]}"
-            return
+            return f"offsets of nodes {node_type!r} are not {parts + 1} ascending numbers from 0 to {ends[1]}"
         if max(after - before for before, after in pairwise(offsets)) >= _MOST_NODES:
-            yield f"a part has more nodes {node_type!r} than int32 can number"
-            return
+            return f"a part has more nodes {node_type!r} than int32 can number"
     for kind, counts in manifest.part_edges.items():
         if len(kind) != 3 or not {kind[0], kind[2]} <= manifest.num_nodes.keys():
-            yield f"the ends of edges {kind} are not of its types {manifest.node_types}"
-            return
+            return f"the ends of edges {kind} are not of its types {manifest.node_types}"
         if len(counts) != parts or sum(counts) != manifest.num_edges[kind]:
-            yield f"the parts' edges {kind} are not {manifest.num_edges[kind]} in {parts} parts"
-            return
+            return f"the parts' edges {kind} are not {manifest.num_edges[kind]} in {parts} parts"
         if len(manifest.halo_rows[kind]) != parts:
-            yield f"the halo rows of edges {kind} are not those of {parts} parts"
-            return
+            return f"the halo rows of edges {kind} are not those of {parts} parts"
     for part, record in enumerate(manifest.files):
         if record.name != keys.part_file_name(part):
-            yield f"part {part} is in {record.name!r}; expected {keys.part_file_name(part)!r}"
+            return f"part {part} is in {record.name!r}; expected {keys.part_file_name(part)!r}"
         tensors = part_tensors(manifest, part)
         header, size = header_of(tensors)
         found = record.bytes, record.header_sha256, sorted(record.tensors)
         if found != (size, hashlib.sha256(header).hexdigest(), sorted(tensors)):
-            yield f"the size, the header and the tensors of {record.name} are not those of its counts and fields"
+            return f"the size, the header and the tensors of {record.name} are not those of its counts and fields"
+    return None
 
 
 def part_tensors(manifest: Manifest, part: int) -> dict[str, TensorInfo]:

@@ -13,9 +13,9 @@ from shardpass.data import keys
 from shardpass.data.fields import Fields
 from shardpass.data.manifest import MANIFEST_NAME, Manifest, read_manifest
 from shardpass.data.names import Names
-from shardpass.data.part_edges import PartEdges, checked_edges
+from shardpass.data.part_edges import PartEdges, check_edges
 from shardpass.data.raw import EdgeType, NodeType
-from shardpass.data.soundness import are_pairs, check_nodes, contradictions
+from shardpass.data.soundness import are_pairs, check_nodes, contradiction
 from shardpass.data.tensor_file import TensorFile
 from shardpass.errors import StoreError
 
@@ -23,15 +23,13 @@ from shardpass.errors import StoreError
 class Store:
     """An open store. Made by `open_store`; `manifest` says what it holds, `files` are its parts."""
 
-    def __init__(
-        self,
-        path: Path,
-        manifest: Manifest,
-        files: list[TensorFile],
-        names: TensorFile | None,
-        of_graph: TensorFile | None,
-    ) -> None:
-        self.path, self.manifest, self.files, self._names, self._of_graph = path, manifest, files, names, of_graph
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path, self.manifest = path, manifest
+        self.files = [TensorFile(path / record.name, record) for record in manifest.files]
+        records = manifest.names, manifest.graph_file
+        self._names, self._of_graph = (
+            None if record is None else TensorFile(path / record.name, record) for record in records
+        )
 
     @property
     def num_parts(self) -> int:
@@ -42,12 +40,8 @@ class Store:
         return f"Store({str(self.path)!r}, {self.num_parts} parts, {nodes} nodes, {edges} edges)"
 
     def part_edges(self, edge_type: EdgeType, part: int, mapped: bool = False) -> PartEdges:
-        """A part's edges of one type, verified.
-
-        Args:
-            mapped: read them into memory where the file is mapped, for `PartEdges.from_part`.
-        """
-        return checked_edges(self.manifest, edge_type, part, self.files[part], mapped)
+        """A part's edges of one type, verified in the mapped file if `PartEdges.from_part` will be asked for them."""
+        return check_edges(self.manifest, edge_type, part, self.files[part], mapped)
 
     def edge_id_blocks(self, edge_type: EdgeType, part: int) -> Iterator[Tensor]:
         """The original positions of a part's edges, block by block, int32 or int64. Refused as `part_edges`."""
@@ -132,10 +126,7 @@ def open_store(path: str | os.PathLike[str]) -> Store:
     """
     directory = require_path(path, "the folder of a store")
     manifest = read_manifest(directory)
-    problem = next(contradictions(manifest), None)
+    problem = contradiction(manifest)
     if problem:
         raise StoreError(f"{directory / MANIFEST_NAME} contradicts itself: {problem}")
-    files = [TensorFile(directory / record.name, record) for record in manifest.files]
-    records = manifest.names, manifest.graph_file
-    others = [None if record is None else TensorFile(directory / record.name, record) for record in records]
-    return Store(directory, manifest, files, *others)
+    return Store(directory, manifest)

@@ -23,12 +23,9 @@ _ERRORS = (StoreError, MissingDependencyError, DivergenceError, ShardpassError, 
 
 
 class Team:
-    """The ranks that prepare one graph. A single process does the work and talks to nobody.
+    """The ranks that prepare one graph. With `None`, this process does the work and talks to nobody.
 
     All methods but `share` and `blocks` are collective.
-
-    Args:
-        comm: the ranks, or `None` for this process alone.
     """
 
     def __init__(self, comm: Ranks | None = None) -> None:
@@ -68,7 +65,7 @@ class Team:
         unpacked: T = self.together(label, lambda: pickle.loads(found.numpy().data))
         return unpacked
 
-    def joined(self, writer: RowWriter) -> FileRows:
+    def join(self, writer: RowWriter) -> FileRows:
         """The rows that all ranks have written, those of lower ranks first, in one file."""
         if self._comm is None:
             return writer.rows()

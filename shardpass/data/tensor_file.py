@@ -63,10 +63,7 @@ def _identity(file: Any) -> tuple[int, int]:
 
 
 class TensorFile:
-    """A written file, memory-mapped.
-
-    Args:
-        record: what `write_tensors` returned.
+    """A file that `write_tensors` has written, with the record that it returned. It is memory-mapped.
 
     Raises:
         StoreError: when the file is missing, has another size, or its header is altered. The error names the file.
@@ -90,20 +87,16 @@ class TensorFile:
                 f"{path} has {size} bytes, its manifest says {record.bytes}: the file is torn or belongs to another "
                 "store; write the store again with shardpass.partition"
             )
-        self._check(header, record.header_sha256, "the header")
+        self._compare(hashlib.sha256(header).hexdigest(), record.header_sha256, "the header")
         try:
             self._file: Any = safe_open(path, framework="pt")
             entries = {key: entry for key, entry in json.loads(header[8:]).items() if key != "__metadata__"}
-            unknown = sorted({entry["dtype"] for entry in entries.values()} - _DTYPES.keys())
-            known = {key: entry for key, entry in entries.items() if entry["dtype"] not in unknown}
             self._infos = {
-                key: TensorInfo(_DTYPES[entry["dtype"]], tuple(entry["shape"])) for key, entry in known.items()
+                key: TensorInfo(_DTYPES[entry["dtype"]], tuple(entry["shape"])) for key, entry in entries.items()
             }
-            self._starts = {key: len(header) + entry["data_offsets"][0] for key, entry in known.items()}
+            self._starts = {key: len(header) + entry["data_offsets"][0] for key, entry in entries.items()}
         except (SafetensorError, ValueError, LookupError) as error:
             raise StoreError(f"{path} is not as shardpass.partition writes it: {error}") from error
-        if unknown:
-            raise StoreError(f"{path} holds tensors of the types {unknown}; expected some of {sorted(_DTYPES)}")
         if self._infos.keys() != record.tensors.keys():
             raise StoreError(f"{path} does not hold the tensors that its manifest lists: write the store again")
 
@@ -130,8 +123,7 @@ class TensorFile:
     def blocks(self, key: str, mapped: bool = False) -> Iterator[Tensor]:
         """The numbers of a tensor in consecutive blocks, [n] each.
 
-        Args:
-            mapped: give views of the mapped file, whose pages are in memory from then on, in place of copies.
+        They are copies, or if `mapped` views of the mapped file, whose pages are in memory from then on.
         """
         digest, info = hashlib.sha256(), self._infos[key]
         count, step = math.prod(info.shape), _BLOCK_BYTES // info.dtype.itemsize
@@ -148,9 +140,6 @@ class TensorFile:
         for _ in self.blocks(key, mapped=True):
             pass
         return self.tensor(key)
-
-    def _check(self, content: bytes, sha256: str, what: str) -> None:
-        self._compare(hashlib.sha256(content).hexdigest(), sha256, what)
 
     def _compare(self, found: str, sha256: str, what: str) -> None:
         if found != sha256:

@@ -33,10 +33,11 @@ from shardpass.core.training import cross_entropy
 from shardpass.errors import NeedsHaloError, PeerFailure, RefusedError
 from shardpass.planning.sizes import GraphCounts, sizes_of
 
-Graph = str | os.PathLike[str] | GraphCounts
-Call = Callable[[nn.Module, ShardedGraph], Any]
+GraphSource = str | os.PathLike[str] | GraphCounts
+ModelCall = Callable[[nn.Module, ShardedGraph], Any]
 Loss = Callable[[Any, ShardedGraph], Tensor]
 
+_CALL = "plan(model, graph, ranks, modes)"
 _MOST_DOUBLINGS = 5
 _MOST_RANKS = 4096  # a dry run has some edges for each
 _LEAST: Mode = "sar"  # the mode that needs the least memory
@@ -140,22 +141,12 @@ def _ranks(count: int) -> str:
 
 
 def plan(
-    model: nn.Module,
-    graph: Graph,
-    ranks: Sequence[int] = (1, 2, 4, 8),
-    modes: Iterable[Mode] = MODES,
-    *,
-    budget: str | float | None = None,
-    options: Options | None = None,
-    optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.Adam,
-    call: Call | None = None,
-    loss: Loss | None = None,
-    frontend: Literal["pyg", "dgl"] = "pyg",
-    checkpoint: Checkpoint = None,
-    ranks_per_host: int = 1,
-    comm: Ranks | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> Plan:
+    model: nn.Module, graph: GraphSource, ranks: Sequence[int] = (1, 2, 4, 8), modes: Iterable[Mode] = MODES, *,
+    budget: str | float | None = None, options: Options | None = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.Adam, call: ModelCall | None = None,
+    loss: Loss | None = None, frontend: Literal["pyg", "dgl"] = "pyg", checkpoint: Checkpoint = None,
+    ranks_per_host: int = 1, comm: Ranks | None = None, progress: Callable[[int, int], None] | None = None,
+) -> Plan:  # fmt: skip
     """The estimated peak memory per rank of training `model`, by term, for every mode and number of ranks.
 
     Copies of the model are trained for two epochs on a made-up rank, in this process. ``docs/memory.md`` says
@@ -186,30 +177,33 @@ def plan(
             an unknown mode, or a budget that is no size.
         RefusedError: the model cannot be run on a sharded graph.
     """
-    if getattr(model, "_shardpass_wrapped", False):
-        raise RefusedError(
-            f"plan: {type(model).__name__} is wrapped already: pass the model as built, since a plan wraps copies of it"
-        )
-    call_text = "plan(model, graph, ranks, modes)"
-    require_model(model, call_text)
+    options = Options() if options is None else options
+    _check_arguments(model, ranks, modes, options, frontend, comm)
     for name, function in {"optimizer": optimizer, "call": call, "loss": loss, "progress": progress}.items():
         if function is not None:
-            require_callable(function, name, call_text)
-    if frontend not in _CALLS:
-        raise ValueError(f"plan: `frontend` is {frontend!r}, but it must be 'pyg' or 'dgl'")
-    if not isinstance(ranks, Iterable) or not isinstance(modes, Iterable):
-        raise TypeError("plan: `ranks` and `modes` must be lists, such as ranks=[1, 4] and modes=['sar']")
-    options = Options() if options is None else options
-    if not isinstance(options, Options):
-        raise TypeError(f"plan: `options` must be shardpass.Options(...), but got {type(options).__name__}")
-    if comm is not None:
-        require_ranks(comm, "plan(model, graph, comm=)")
+            require_callable(function, name, _CALL)
     training = _training(model, optimizer, call, loss, frontend, checkpoint)
     budget = options.memory_budget if budget is None else budget
     limit = None if budget is None else parse_bytes(budget)
     if comm is None:
         return _Planner(training, graph, options, ranks_per_host, progress).plan(ranks, modes, limit)
     return _plan_on_first_rank(comm, _Planner(training, graph, options, _ranks_per_host(comm), progress), modes, limit)
+
+
+def _check_arguments(model: Any, ranks: Any, modes: Any, options: Any, frontend: str, comm: Ranks | None) -> None:
+    if getattr(model, "_shardpass_wrapped", False):
+        raise RefusedError(
+            f"plan: {type(model).__name__} is wrapped already: pass the model as built, since a plan wraps copies of it"
+        )
+    require_model(model, _CALL)
+    if frontend not in _CALLS:
+        raise ValueError(f"plan: `frontend` is {frontend!r}, but it must be 'pyg' or 'dgl'")
+    if not isinstance(ranks, Iterable) or not isinstance(modes, Iterable):
+        raise TypeError("plan: `ranks` and `modes` must be lists, such as ranks=[1, 4] and modes=['sar']")
+    if not isinstance(options, Options):
+        raise TypeError(f"plan: `options` must be shardpass.Options(...), but got {type(options).__name__}")
+    if comm is not None:
+        require_ranks(comm, "plan(model, graph, comm=)")
 
 
 @contextmanager
@@ -231,7 +225,7 @@ class _Planner:
     """Makes the estimates of one plan."""
 
     training: Training
-    graph: Graph
+    graph: GraphSource
     options: Options
     per_host: int
     progress: Callable[[int, int], None] | None = None
@@ -282,17 +276,15 @@ def _ranks_per_host(comm: Ranks) -> int:
 def _plan_on_first_rank(comm: Ranks, planner: _Planner, modes: Iterable[Mode], budget: int | None) -> Plan:
     """The plan for the ranks of `comm`, which rank 0 makes for all. Collective."""
     mine: dict[str, Any] = {}
-    problem: Exception | None = None
     if comm.rank == 0:
         try:
             made = planner.plan([comm.size], modes, budget)
             larger = None if made.larger is None else asdict(made.larger)
             mine = {"rows": [asdict(row) for row in made.rows], "left_out": made.left_out, "larger": larger}
         except Exception as error:  # whatever the model raises: the other ranks are waiting
-            problem, mine = error, {"problem": f"{type(error).__name__}: {error}"}
+            comm.all_gather_object({"problem": f"{type(error).__name__}: {error}"}, "plan: estimates")
+            raise
     found = comm.all_gather_object(mine, "plan: estimates")[0]
-    if problem is not None:
-        raise problem
     if "problem" in found:
         raise PeerFailure(f"rank 0 could not make the plan: {found['problem']}")
     rows, fits = [Estimate(**row) for row in found["rows"]], found["larger"] and Estimate(**found["larger"])
@@ -300,13 +292,9 @@ def _plan_on_first_rank(comm: Ranks, planner: _Planner, modes: Iterable[Mode], b
 
 
 def _training(
-    model: nn.Module,
-    optimizer: Callable[[Any], torch.optim.Optimizer],
-    call: Call | None,
-    loss: Loss | None,
-    frontend: Literal["pyg", "dgl"] = "pyg",
-    checkpoint: Checkpoint = None,
-) -> Training:
+    model: nn.Module, optimizer: Callable[[Any], torch.optim.Optimizer], call: ModelCall | None, loss: Loss | None,
+    frontend: Literal["pyg", "dgl"] = "pyg", checkpoint: Checkpoint = None,
+) -> Training:  # fmt: skip
     call, loss = call or _CALLS[frontend], loss or _cross_entropy
 
     def build(comm: Ranks) -> nn.Module:
@@ -326,7 +314,7 @@ def _features(graph: ShardedGraph) -> Any:
     return graph.x if graph.is_homogeneous else graph.x_dict
 
 
-_CALLS: dict[str, Call] = {
+_CALLS: dict[str, ModelCall] = {
     "pyg": lambda model, graph: model(_features(graph), graph),
     "dgl": lambda model, graph: model(graph, _features(graph)),
 }

@@ -61,11 +61,9 @@ def expected_halo(remote_nodes: int, cut_edges: int) -> int:
 
 
 def sizes_of(graph: str | os.PathLike[str] | GraphCounts, ranks: int, beyond_parts: bool = False) -> RankSizes:
-    """How much the largest rank has when `graph` is run on `ranks` ranks.
+    """How much the largest rank has when `graph`, a store or counts, is run on `ranks` ranks.
 
-    Args:
-        graph: a store or counts.
-        beyond_parts: assume a random partition for more ranks than a store has parts.
+    With `beyond_parts`, a random partition is assumed for more ranks than a store has parts.
 
     Raises:
         ValueError: more ranks than parts, no features, or fewer than one rank.
@@ -124,22 +122,20 @@ def _expected(
 
 def _node_sizes(where: object, manifest: Manifest, kind: NodeType) -> NodeSizes:
     """What a store has of one node type. Labels are made up where a loss needs some that are not stored."""
-    fields = _stored(manifest.node_fields[kind])
-    if len(manifest.node_types) == 1:
-        if "x" not in fields:
-            raise ValueError(f"{where} has no node features 'x'; there are: {', '.join(sorted(fields)) or 'none'}")
-        fields = {**_labels(), **fields}
-    elif "y" in fields:
+    fields, is_only = _stored(manifest.node_fields[kind]), len(manifest.node_types) == 1
+    if is_only and "x" not in fields:
+        raise ValueError(f"{where} has no node features 'x'; there are: {', '.join(sorted(fields)) or 'none'}")
+    if is_only or "y" in fields:
         fields = {**_labels(), **fields}
     return NodeSizes(manifest.num_nodes[kind], fields, _num_classes(where, manifest, kind))
 
 
-def _stored(fields: Mapping[str, FieldInfo]) -> dict[str, Field]:
-    return {name: Field(info.shape, info.dtype) for name, info in fields.items()}
-
-
 def _labels() -> dict[str, Field]:
     return {"y": Field((), torch.int64), "train_mask": Field((), torch.bool)}
+
+
+def _stored(fields: Mapping[str, FieldInfo]) -> dict[str, Field]:
+    return {name: Field(info.shape, info.dtype) for name, info in fields.items()}
 
 
 def _num_classes(where: object, manifest: Manifest, kind: NodeType) -> int:

@@ -11,7 +11,7 @@ import torch
 
 from shardpass import connection
 from shardpass.backends import LocalCommunicator, connect, detect, hosts
-from shardpass.backends.launch import first_host
+from shardpass.backends.environment import first_host
 from shardpass.errors import CommunicationError
 
 from .launchers import free_port

@@ -1,6 +1,6 @@
 """The proof that ranks wait for each other, from positions alone."""
 
-from shardpass.backends.deadlock import COLLECTIVE, Position, Tally, describe_stuck, message_name, stuck_ranks
+from shardpass.backends.deadlock import COLLECTIVE, Position, Postings, describe_stuck, message_name, stuck_ranks
 
 
 def receiving(me, peer, tag=0, count=1, **posted):
@@ -36,6 +36,6 @@ def test_ranks_in_a_collective_and_in_an_exchange():
 
 
 def test_old_tags_are_forgotten():
-    tally = Tally()
+    tally = Postings()
     assert [tally.add("send", 1, tag) for tag in (*range(100), 99)] == [1] * 100 + [2]
     assert len(tally.posted()) == 64 and tally.posted()[message_name("send", 1, 99)] == 2

@@ -53,7 +53,7 @@ def test_a_failing_rank_of_the_command_is_one_sentence(store: Path, monkeypatch:
         raise RuntimeError("expected m1 and m2 to have the same dtype")
 
     monkeypatch.delenv("SHARDPASS_DEBUG", raising=False)
-    monkeypatch.setattr("shardpass.cli.training.Run.step", fail)
+    monkeypatch.setattr("shardpass.cli.training.TrainingRun.step", fail)
     assert "RuntimeError: expected m1" in refused("train", store, "--ranks", 2, "--epochs", 1)
 
 

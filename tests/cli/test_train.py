@@ -168,7 +168,7 @@ def test_missing_fields_are_named(tmp_path: Path) -> None:
     arrays = powerlaw(120, 6, channels=3)
     masks = {name: arrays.pop(name) for name in list(arrays) if name.endswith("_mask")}
     cases = {
-        "x": ({k: v for k, v in arrays.items() if k != "x"} | masks, "has no node features: no field 'x'"),
+        "x": ({k: v for k, v in arrays.items() if k != "x"} | masks, "has no node features: no node field 'x'"),
         "y": ({k: v for k, v in arrays.items() if k != "y"} | masks, "has no labels: no node field 'y'"),
         "mask": (arrays, "has no node field 'train_mask' (node fields: x, y): partition with masks"),
         "made": (arrays | {f"made_{k}": v for k, v in masks.items()}, "use --mask-prefix made_"),

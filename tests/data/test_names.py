@@ -323,7 +323,7 @@ def test_damaged_names(tmp_path: Path) -> None:
     document = document_of(store)
     document["names"]["name"] = "../elsewhere"
     seal(store, document)
-    with pytest.raises(StoreError, match=r"names are in '\.\./elsewhere'; expected 'names\.safetensors'"):
+    with pytest.raises(StoreError, match=r"it lists the file '\.\./elsewhere'; expected 'names\.safetensors'"):
         open_store(store)
 
 

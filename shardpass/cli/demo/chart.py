@@ -14,12 +14,7 @@ _MOST_BARS = 8
 
 
 def draw(memory: Stage, losses: Stage, size: str, path: Path) -> None:
-    """Write the picture.
-
-    Args:
-        memory, losses: what the left and the right side show.
-        size: of the graph of the left side, in words.
-    """
+    """Write the picture: `memory` on the left, of a graph whose `size` is given in words, and `losses` on the right."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 6.75), layout="constrained", facecolor="white")

@@ -55,7 +55,6 @@ class Program:
     """What one of the two programs of a stage printed.
 
     Attributes:
-        losses: of each epoch.
         seconds: the median of a training step (forward, backward, update).
         peaks: bytes of each process at its peak, above the loaded graph.
     """

@@ -13,8 +13,7 @@ _ROOT = Path("/")
 def memory_limit(root: Path = _ROOT) -> tuple[int, str]:
     """The fewest bytes that bound this process, and what sets the bound; 0 and an empty text if nothing is known.
 
-    Args:
-        root: where ``proc`` and ``sys`` are found.
+    `root` is where ``proc`` and ``sys`` are found.
     """
     found = [*_cgroup_limits(root), *_resource_limits(), *_memory_of_host(root)]
     return min(found, default=(0, ""))

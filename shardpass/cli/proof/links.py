@@ -72,11 +72,7 @@ def slowest(links: Iterable[Link], count: int = 5) -> list[Link]:
 
 
 def stragglers(links: Iterable[Link], hosts: list[str]) -> list[str]:
-    """A sentence for each link that is much slower than the median of those within a host, or of those between hosts.
-
-    Args:
-        hosts: the host of each rank.
-    """
+    """A sentence for each link that is much slower than the median of those within a host, or else between hosts."""
     told = []
     kinds: dict[bool, list[Link]] = {}
     for link in links:

@@ -28,7 +28,6 @@ class Place:
     Attributes:
         machine: the running kernel, which tells hosts apart whatever their names.
         cores: those that the rank may use, a bit for each, in hexadecimal.
-        versions: of shardpass and torch.
         memory, bound_by: the fewest bytes that bound the process, and what sets them.
     """
 
@@ -42,11 +41,6 @@ class Place:
     bound_by: str
     versions: str
 
-    @property
-    def num_cores(self) -> int:
-        """How many cores the rank may use."""
-        return int(self.cores, 16).bit_count()
-
     @classmethod
     def of_this_process(cls, comm: Ranks) -> Place:
         """That of the rank `comm`."""
@@ -57,7 +51,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Proof:
     """What is wrong, in sentences, the same on every rank; and the rank that says it."""
 
     problems: list[str]
@@ -73,7 +67,7 @@ class Verdict:
             raise SystemExit(1)
 
 
-def prove_rank(comm: Ranks, config: None = None) -> Verdict:
+def prove_rank(comm: Ranks, config: None = None) -> Proof:
     """What was found of these ranks, which rank 0 shows as tables. Collective."""
     start, console = perf_counter(), output()
     console.quiet = comm.rank > 0
@@ -105,7 +99,7 @@ def prove_rank(comm: Ranks, config: None = None) -> Verdict:
             "This was one rank alone. To test more, put a launcher before it, as in `mpirun -n 4 shardpass test` or "
             "`torchrun --nproc-per-node 4 --no-python shardpass test`, or add --ranks 4."
         )
-    return Verdict(problems, comm.rank)
+    return Proof(problems, comm.rank)
 
 
 def _ranks_table(places: list[Place]) -> Table:
@@ -117,7 +111,7 @@ def _ranks_table(places: list[Place]) -> Table:
     for rank, place in enumerate(places):
         device = place.device + (f" ({_count(place.gpus, 'GPU')} here)" if place.gpus else "")
         memory = bytes_text(place.memory) if place.memory else "unknown"
-        cells = (place.host, device, str(place.num_cores), str(place.threads), memory, place.bound_by)
+        cells = (place.host, device, str(int(place.cores, 16).bit_count()), str(place.threads), memory, place.bound_by)
         groups.setdefault(cells, []).append(rank)
     for group, ranks in groups.items():
         table.add_row(_ranges(ranks), *group)
@@ -125,7 +119,6 @@ def _ranks_table(places: list[Place]) -> Table:
 
 
 def _links_table(links: list[Link], places: list[Place]) -> Table:
-    """The slowest links, and the median."""
     pairs = len(places) * (len(places) - 1)
     which = f"all {pairs}" if len(links) == pairs else f"{len(links)} of {pairs:,}"
     table = Table(title=f"messages between ranks: the slowest of {which} pairs", title_justify="left")

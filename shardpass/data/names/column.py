@@ -21,9 +21,8 @@ _INTEGER = r"^(0|-?[1-9][0-9]{0,19})$"
 
 @dataclass(frozen=True)
 class IdColumn:
-    """A column of names.
+    """A column of `count` names. `what` says where it is, for error messages.
 
-    what: where it is, for error messages. count: the number of its rows.
     type: of pyarrow: large_string, int64 or uint64.
     is_text: whether it comes from a text file, in which integers and strings look alike.
     blocks: a function that reads it from the start, block by block, as arrays of pyarrow.

@@ -32,10 +32,7 @@ _TWICE = """
 
 @dataclass(frozen=True)
 class Dictionary:
-    """The names of all nodes, in a table of DuckDB. Made by `open_dictionary`.
-
-    what: where the names are from, for error messages. kind: "strings" or "integers".
-    """
+    """The names of all nodes, in a table of DuckDB. Made by `open_dictionary`. `kind` is "strings" or "integers"."""
 
     base: Any
     what: str
@@ -102,10 +99,8 @@ def open_dictionary(names: Names, what: str, as_text: bool, budget: Budget) -> I
     """A dictionary of these names, which is deleted at the end of the block.
 
     Args:
-        names: the name of each node.
         what: where they are from, for error messages.
         as_text: whether what will be looked up was read from text, so that the integer 7 is found as ``7``.
-        budget: how much memory DuckDB may use, and the folder of its temporary files.
     """
     kind = "integers" if names.ends is None else "strings"
     with _database(budget) as base:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardpass.data.file_rows import FileRows
+from shardpass.data.file_rows import FileRows, in_memory, row_range
 from shardpass.errors import StoreError, require
 
 _EXAMPLES = 5
@@ -35,18 +35,18 @@ class Names:
         """The names `[start, stop)` as an array of pyarrow: integers, or `large_string`."""
         arrow = require("pyarrow", "names", "names of nodes")
         if self.ends is None:
-            return arrow.array(_slice(self.values, start, stop).numpy())
+            return arrow.array(row_range(self.values, start, stop).numpy())
         ends = self._ends(start, stop)
-        text = _slice(self.values, int(ends[0]), int(ends[-1])).numpy()
+        text = row_range(self.values, int(ends[0]), int(ends[-1])).numpy()
         buffers = [None, arrow.py_buffer(ends - ends[0]), arrow.py_buffer(text)]
         names = arrow.Array.from_buffers(arrow.large_string(), stop - start, buffers)
         names.validate(full=True)
         return names
 
-    def blocks(self, count: int = _BLOCK) -> Iterator[Any]:
-        """All names, `count` at a time, as `block` gives them."""
-        for start in range(0, len(self), count):
-            yield self.block(start, min(start + count, len(self)))
+    def blocks(self) -> Iterator[Any]:
+        """All names, some at a time, as `block` gives them."""
+        for start in range(0, len(self), _BLOCK):
+            yield self.block(start, min(start + _BLOCK, len(self)))
 
     def take(self, node_ids: Tensor) -> np.ndarray:
         """The names of some nodes: int64 or uint64 [n], or an array of `str` objects."""
@@ -55,7 +55,7 @@ class Names:
         found = np.empty(node_ids.numel(), dtype=object)
         stops = _take(self.ends, node_ids)
         starts = np.where(node_ids.numpy() == 0, 0, _take(self.ends, (node_ids - 1).clamp(min=0)))
-        text = _slice(self.values, 0, len(self.values)).numpy().data
+        text = in_memory(self.values).numpy().data
         for row, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist())):
             found[row] = str(text[start:stop], "utf-8")
         return found
@@ -74,7 +74,7 @@ class Names:
             last = int(ends[-1])
             if bool((np.diff(ends) < 0).any()) or last > total:
                 raise StoreError(f"{what}: the places where names end do not ascend to {total}")
-            text = _slice(self.values, int(ends[0]), last).numpy()
+            text = row_range(self.values, int(ends[0]), last).numpy()
             begins = (ends[:-1] - ends[0])[ends[:-1] < last]
             try:
                 str(text.data, "utf-8")
@@ -88,12 +88,8 @@ class Names:
     def _ends(self, start: int, stop: int) -> np.ndarray:
         """Where the names `[start, stop)` end, after the place where the first of them begins: int64 [n + 1]."""
         assert self.ends is not None
-        ends = _slice(self.ends, max(0, start - 1), stop).numpy()
+        ends = row_range(self.ends, max(0, start - 1), stop).numpy()
         return ends if start else np.concatenate([np.zeros(1, np.int64), ends])
-
-
-def _slice(rows: Tensor | FileRows, start: int, stop: int) -> Tensor:
-    return rows.block(start, stop) if isinstance(rows, FileRows) else rows[start:stop]
 
 
 def _take(rows: Tensor | FileRows, ids: Tensor) -> np.ndarray:

@@ -4,8 +4,7 @@ This room knows formats of files and of other libraries' graphs. It knows neithe
 """
 
 from shardpass.data.readers.dispatch import read, stream_files
-from shardpass.data.readers.edge_list import read_edge_list
-from shardpass.data.readers.graph_files import GraphFiles, stream_edge_list
+from shardpass.data.readers.graph_files import GraphFiles, read_edge_list, stream_edge_list
 from shardpass.data.readers.ogb import stream_ogb
 from shardpass.data.readers.tables import stream_tables
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from shardpass.data.raw import RawGraph
-from shardpass.data.readers.adjacency import is_sparse
 from shardpass.data.readers.dgl import is_dgl, read_dgl
 from shardpass.data.readers.dgl_partitions import read_dgl_partition
 from shardpass.data.readers.graph_files import GraphFiles, stream_edge_list
@@ -19,6 +18,7 @@ from shardpass.data.readers.mapping import read_mapping
 from shardpass.data.readers.npz import read_npz
 from shardpass.data.readers.ogb import PREFIX, is_ogb, stream_ogb
 from shardpass.data.readers.pyg import is_pyg, read_data, read_hetero
+from shardpass.data.readers.sparse_matrix import is_sparse
 
 _KNOWN = (
     "a PyG Data or HeteroData, a DGLGraph, a path to .npz or to the .json of a DGL partition, a dict of arrays, "
@@ -91,7 +91,7 @@ def _read(data: Any, drop: Sequence[str], node_id: str | None) -> RawGraph:
     if is_dgl(data):
         return read_dgl(data)
     if isinstance(data, Mapping):
-        return read_mapping({key: values for key, values in data.items() if key not in drop})
+        return read_mapping(_without(data, drop))
     raise TypeError(f"cannot read a graph from a {type(data).__name__}{_hint(data)}; expected {_KNOWN}")
 
 
@@ -137,5 +137,5 @@ def _read_path(path: Path) -> RawGraph:
     raise ValueError(f"cannot read a graph from {path}; expected {_KNOWN}")
 
 
-def _without(fields: Mapping[str, Any], drop: Sequence[str]) -> dict[str, Any]:
+def _without(fields: Mapping[Any, Any], drop: Sequence[str]) -> dict[Any, Any]:
     return {name: values for name, values in fields.items() if name not in drop}

@@ -1,24 +1,28 @@
-"""Graphs in files that are too large for memory. `partition` opens them, since it has a folder for temporary files."""
+"""Edge lists with arrays beside them, in memory or in files, for which `partition` has a folder of temporary files."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from shardpass.core.ranks import refuse_irregular, tells_of_full_disk
-from shardpass.data.file_rows import FileRows
+from shardpass.data.file_rows import FileRows, in_memory
 from shardpass.data.raw import EDGE, NODE, EdgeArrays, RawGraph
 from shardpass.data.readers.mapping import count_nodes
 from shardpass.data.readers.parquet import parquet_edges, parquet_rows
 from shardpass.data.readers.text import is_text, text_edges, text_rows
 from shardpass.data.reading import reading
+from shardpass.data.rows import as_tensor
 from shardpass.data.streaming import Budget
 
 PathLike = str | os.PathLike[str]
@@ -70,10 +74,8 @@ class EdgeListFiles(GraphFiles):
                 raise ValueError(f"edge weights are given twice: in {self.edges} and as weights={self.weights}")
             weights = open_rows(self.weights, budget)
         node_fields = {name: open_rows(path, budget) for name, path in self.fields.items() if name not in self.drop}
-        edge_fields = {} if weights is None or "edge_weight" in self.drop else {"edge_weight": weights}
-        count = count_nodes(self.num_nodes, node_fields, NODE)
-        source = f"{self.edges.name} (edge list)"
-        return RawGraph({NODE: count}, {EDGE: ends}, {NODE: node_fields}, {EDGE: edge_fields}, {}, source)
+        weights = None if "edge_weight" in self.drop else weights
+        return _graph(ends, weights, node_fields, self.num_nodes, f"{self.edges.name} (edge list)")
 
     open_together = open
 
@@ -121,6 +123,45 @@ def stream_edge_list(
     for file in (*fields.values(), *([beside] if beside else [])):
         _check_kind(file, _FIELD_FILES)
     return EdgeListFiles(path, fields, beside, num_nodes)
+
+
+def read_edge_list(
+    edges: Any,
+    *,
+    features: Any = None,
+    labels: Any = None,
+    masks: Mapping[str, Any] | None = None,
+    weights: Any = None,
+    num_nodes: int | None = None,
+) -> RawGraph:
+    """The graph of an edge list, checked.
+
+    Args:
+        edges: integers [2, num_edges] or [num_edges, 2], source first: an array, or a path of one of the files that
+            `stream_edge_list` reads. A third column of a text file is the edge weight.
+        features: becomes `x`, [num_nodes, ...]: an array, or the path of an `.npy` file, which stays memory-mapped.
+        labels: becomes `y`, [num_nodes]; -1 for unlabelled nodes. An array or the path of an `.npy` file.
+        masks: booleans [num_nodes] by name, such as `"train_mask"`. Arrays or paths of `.npy` files.
+        weights: becomes `edge_weight`, [num_edges]. An array or the path of an `.npy` file.
+        num_nodes: needed when there are neither features nor labels nor masks.
+
+    Raises:
+        ValueError, TypeError: when a file or array is not as described.
+    """
+    ends, column = _load_edges(edges)
+    if weights is not None and column is not None:
+        raise ValueError("edge weights are given twice: as the third column of the edges and as weights=")
+    given = {"x": features, "y": labels, **(masks or {})}
+    node_fields = {name: _load(values, name) for name, values in given.items() if values is not None}
+    edge_weight = column if weights is None else _load(weights, "weights")
+    source = f"{Path(edges).name} (edge list)" if isinstance(edges, str | os.PathLike) else "an edge list"
+    return _graph(ends, edge_weight, node_fields, num_nodes, source).validate()
+
+
+def _graph(ends: EdgeArrays, weights: Any, node_fields: Mapping[str, Any], num_nodes: Any, source: str) -> RawGraph:
+    edge_fields = {} if weights is None else {"edge_weight": weights}
+    count = count_nodes(num_nodes, node_fields, NODE)
+    return RawGraph({NODE: count}, {EDGE: ends}, {NODE: node_fields}, {EDGE: edge_fields}, {}, source)
 
 
 def open_edges(path: Path, budget: Budget) -> tuple[EdgeArrays, FileRows | None]:
@@ -194,3 +235,24 @@ def _in_folder(folder: Path, *names: str) -> Path | None:
     if len(found) > 1:
         raise ValueError(f"{folder} holds both {found[0].name} and {found[1].name}; expected one of them")
     return found[0] if found else None
+
+
+def _load_edges(edges: Any) -> tuple[EdgeArrays, Any]:
+    """Both ends of the edges, and the weights if they are in the same file."""
+    if not isinstance(edges, str | os.PathLike) or Path(edges).suffix == ".npy":
+        return columns_of(as_tensor(_load(edges, "edges"), "edges")), None
+    with tempfile.TemporaryDirectory() as scratch:
+        ends, weights = open_edges(Path(edges), Budget(Path(scratch)))
+        return EdgeArrays(in_memory(ends.src), in_memory(ends.dst)), None if weights is None else in_memory(weights)
+
+
+def _load(values: Any, what: str) -> Any:
+    if not isinstance(values, str | os.PathLike):
+        return as_tensor(values, what)
+    path = Path(values)
+    if path.suffix != ".npy":
+        raise ValueError(f"{what}: {path} is not an .npy file; save the array with numpy.save")
+    # copy-on-write: the file is never changed, and rows are read when they are written to their part
+    with reading(path, "an .npy file of numbers"):
+        refuse_irregular(path)
+        return np.load(path, mmap_mode="c", allow_pickle=False)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardpass.data.raw import ADJACENCY, EDGE, NODE, EdgeArrays, EdgeType, RawGraph, Scalar
-from shardpass.data.readers.adjacency import refuse_matrix, weight_names, with_edges
+from shardpass.data.readers.sparse_matrix import refuse_matrix, weight_names, with_edges
 from shardpass.data.rows import as_tensor
 
 
@@ -22,25 +22,8 @@ def read_mapping(arrays: Mapping[Any, Any], source: str = "a dict of arrays") ->
     Raises:
         ValueError: when edges are missing, or fields do not fit. The error names the field.
     """
-    if any(isinstance(key, tuple) for key in arrays):
-        return _read_typed(arrays, source)
-    arrays = with_edges(arrays, "the dict", is_square=True)
-    ends = edge_ends(arrays.get("edge_index"), "edge_index")
-    node_fields, edge_fields, graph_fields = {}, {}, {}
-    for name, values in arrays.items():
-        if name in ("edge_index", "num_nodes"):
-            continue
-        if is_scalar(values):
-            graph_fields[name] = as_scalar(values)
-        elif str(name).startswith("edge_"):
-            edge_fields[name] = values
-        else:
-            node_fields[name] = values
-    num_nodes = count_nodes(arrays.get("num_nodes"), node_fields, NODE)
-    return RawGraph({NODE: num_nodes}, {EDGE: ends}, {NODE: node_fields}, {EDGE: edge_fields}, graph_fields, source)
-
-
-def _read_typed(arrays: Mapping[Any, Any], source: str) -> RawGraph:
+    if not any(isinstance(key, tuple) for key in arrays):
+        arrays = _by_type(with_edges(arrays, "the dict", is_square=True))
     num_nodes: dict[str, int] = {}
     edges: dict[EdgeType, EdgeArrays] = {}
     node_fields, edge_fields = {}, {}
@@ -50,7 +33,7 @@ def _read_typed(arrays: Mapping[Any, Any], source: str) -> RawGraph:
         if isinstance(kind, tuple):
             values = with_edges(values, f"edge type {kind}")
             weights += [values.pop(ADJACENCY)] if isinstance(values.get(ADJACENCY), str) else []
-            edges[kind] = edge_ends(values.get("edge_index"), f"edge_index of {kind}")
+            edges[kind] = edge_ends(values.get("edge_index"), "edge_index" + f" of {kind}" * (kind != EDGE))
             edge_fields[kind] = {name: field for name, field in values.items() if name != "edge_index"}
         elif isinstance(values, Mapping):
             node_fields[kind] = {name: field for name, field in values.items() if name != "num_nodes"}
@@ -62,6 +45,17 @@ def _read_typed(arrays: Mapping[Any, Any], source: str) -> RawGraph:
     if names := weight_names(weights):
         graph_fields[ADJACENCY] = names
     return RawGraph(num_nodes, edges, node_fields, edge_fields, graph_fields, source)
+
+
+def _by_type(arrays: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The arrays of a graph of one type, by type."""
+    typed: dict[Any, Any] = {NODE: {}, EDGE: {}}
+    for name, values in arrays.items():
+        if is_scalar(values) and name != "num_nodes":
+            typed[name] = values
+        else:
+            typed[EDGE if str(name).startswith("edge_") else NODE][name] = values
+    return typed
 
 
 def edge_ends(edge_index: Any, what: str) -> EdgeArrays:

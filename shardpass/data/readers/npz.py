@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import math
-import shutil
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,8 +38,8 @@ def read_npz(path: Path) -> RawGraph:
     """
     with reading(path, "an .npz of plain arrays"):
         refuse_irregular(path)
-        with zipfile.ZipFile(path) as archive:
-            arrays = {name.removesuffix(".npy"): _array(archive, name) for name in archive.namelist()}
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = dict(archive)
     typed, scalars = _by_type(_join_sparse(arrays), path)
     edges = {kind: fields["edge_index"] for kind, fields in typed.items() if "edge_index" in fields}
     if not edges:
@@ -63,21 +59,6 @@ def read_npz(path: Path) -> RawGraph:
         typed[kind] = {"num_nodes": count, **{name: _rows_first(rows, count) for name, rows in fields.items()}}
     ordered = {kind: typed.pop(kind) for kind in (*kinds, *edges)}
     return read_mapping({**ordered, **typed, **scalars}, source)
-
-
-def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    """An array of an archive. It takes the memory of its numbers, whatever shape its header claims."""
-    packed = io.BytesIO()
-    with archive.open(name) as member:
-        shutil.copyfileobj(member, packed, 1 << 24)
-    packed.seek(0)
-    version = np.lib.format.read_magic(packed)
-    read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
-    shape, by_columns, dtype = read_header(packed)
-    if dtype.hasobject or min(shape, default=0) < 0:
-        raise ValueError(f"{name} is {dtype} of the shape {list(shape)}; expected numbers")
-    values = np.frombuffer(packed.getbuffer(), dtype, math.prod(shape), packed.tell())
-    return values.reshape(shape, order="F" if by_columns else "C")
 
 
 def _by_type(fields: dict[str, Any], path: Path) -> tuple[_Typed, dict[str, Any]]:

@@ -46,17 +46,16 @@ class OgbFiles(GraphFiles):
         for kind, count in found.num_nodes.items():
             node_fields[kind] = {**self._opened(found.node_fields[kind], budget)}
             if kind in found.splits:
-                node_fields[kind] |= self._masks(found.splits[kind], count, budget)
+                paths = {mask: found.splits[kind] / f"{name}.csv.gz" for name, mask in _MASKS.items()}
+                node_fields[kind] |= {
+                    mask: _mask(path, count, budget) for mask, path in paths.items() if mask not in self.drop
+                }
         source = f"{self.folder.name} (OGB{', with inverse edges' if self.add_inverse_edge else ''})"
         return RawGraph(found.num_nodes, edges, node_fields, edge_fields, {}, source)
 
     def _opened(self, paths: dict[str, Path], budget: Budget) -> dict[str, FileRows]:
-        kept = {name: open_rows(path, budget) for name, path in paths.items() if name not in self.drop}
-        return {name: _labels(rows, budget) if name == "y" else rows for name, rows in kept.items()}
-
-    def _masks(self, split: Path, num_nodes: int, budget: Budget) -> dict[str, Tensor]:
-        paths = {mask: split / f"{name}.csv.gz" for name, mask in _MASKS.items() if mask not in self.drop}
-        return {mask: _mask(path, num_nodes, budget) for mask, path in paths.items()}
+        rows = {name: open_rows(path, budget) for name, path in paths.items() if name not in self.drop}
+        return {name: _labels(field, budget) if name == "y" else field for name, field in rows.items()}
 
 
 def stream_ogb(

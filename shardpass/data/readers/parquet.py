@@ -26,7 +26,7 @@ def parquet_edges(path: Path, budget: Budget) -> tuple[EdgeArrays, FileRows | No
 
     Collective. Each rank copies its share of the rows.
     """
-    table = opened(path)
+    table = open_dataset(path)
     names = table.schema.names
     weights = [name for name in names if place_of(name) == 2]
     ends = [name for name in names if name not in weights]
@@ -47,7 +47,7 @@ def parquet_edges(path: Path, budget: Budget) -> tuple[EdgeArrays, FileRows | No
                 writer.append(values)
 
     budget.team.together(str(path), copy)
-    src, dst, weight = (budget.team.joined(writer) for writer in writers)
+    src, dst, weight = (budget.team.join(writer) for writer in writers)
     return EdgeArrays(src, dst), weight if weights else None
 
 
@@ -57,7 +57,7 @@ def parquet_rows(path: Path, budget: Budget) -> FileRows:
     Each rank copies its share. One column gives [num_rows], or [num_rows, length] if it holds lists. Several columns
     give [num_rows, columns] in their common type. A column of ids must count from 0, and is left out.
     """
-    table = opened(path)
+    table = open_dataset(path)
     ids = [name for name in table.schema.names if name in ID_NAMES]
     kept = [name for name in table.schema.names if name not in ids]
     if not kept or len(ids) > 1:
@@ -79,10 +79,10 @@ def parquet_rows(path: Path, budget: Budget) -> FileRows:
             writer.append(rows)
         return writer or RowWriter(budget.file(), np.float32, name=path)
 
-    return budget.team.joined(budget.team.together(str(path), copied))
+    return budget.team.join(budget.team.together(str(path), copied))
 
 
-def opened(path: Path) -> Any:
+def open_dataset(path: Path) -> Any:
     """The file, or the files of a folder in the order of their names, as one `pyarrow.dataset.Dataset`."""
     dataset = require("pyarrow.dataset", "parquet", "reading Parquet files")
     files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]

@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from shardpass.data.raw import EDGE, NODE, RawGraph, Scalar
-from shardpass.data.readers.adjacency import is_sparse, with_edges_of_pyg
 from shardpass.data.readers.mapping import as_scalar, edge_ends, is_scalar
+from shardpass.data.readers.sparse_matrix import is_sparse, with_edges_of_pyg
 from shardpass.data.rows import as_tensor
 
 

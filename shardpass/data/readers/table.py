@@ -9,7 +9,7 @@ from typing import Any
 
 from shardpass.core.ranks import refuse_irregular
 from shardpass.data.names import IdColumn, name_type
-from shardpass.data.readers.parquet import opened, record_batches
+from shardpass.data.readers.parquet import open_dataset, record_batches
 from shardpass.data.reading import reading
 from shardpass.data.streaming import Budget
 from shardpass.errors import require
@@ -31,7 +31,7 @@ class Table:
 
     def batches(self, types: Mapping[str, Any], budget: Budget) -> Iterator[tuple[int, Any]]:
         """Some columns in blocks of rows, each with the number of its first row. A CSV file is read as these types."""
-        dataset = _text(self.path, types) if self.is_text else opened(self.path)
+        dataset = _text(self.path, types) if self.is_text else open_dataset(self.path)
         return record_batches(dataset, self.num_rows, self.path, _kind(self.is_text), list(types), budget)
 
     def ids(self, name: str, budget: Budget) -> IdColumn:
@@ -50,7 +50,7 @@ class Table:
 def open_table(path: Path) -> Table:
     """The table in a file or a folder."""
     is_text = path.name.endswith((".csv", ".csv.gz"))
-    dataset = _text(path, {}) if is_text else opened(path)
+    dataset = _text(path, {}) if is_text else open_dataset(path)
     names = dataset.schema.names
     if len(set(names)) < len(names):
         raise ValueError(f"{path} has the columns {names}; expected another name for each")

@@ -53,7 +53,7 @@ def text_edges(path: Path, budget: Budget) -> tuple[EdgeArrays, FileRows | None]
                 writer.append(table[name])
 
     budget.team.together(str(path), copy)
-    rows = {name: budget.team.joined(writer) for name, writer in writers.items()}
+    rows = {name: budget.team.join(writer) for name, writer in writers.items()}
     return EdgeArrays(rows["src"], rows["dst"]), rows.get("weight")
 
 

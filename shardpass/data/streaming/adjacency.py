@@ -27,7 +27,7 @@ EDGE_BYTES, NODE_BYTES = 12, 16
 place in backward; for each node where its edges begin, in both orders, and its original id."""
 
 
-class Run(NamedTuple):
+class Neighbourhoods(NamedTuple):
     """The neighbours of the nodes first, first + 1, ...: those of the i-th are `neighbours[starts[i] : starts[i + 1]]`.
 
     They ascend. A node is a neighbour whatever the direction of the edge. Self-loops do not count.
@@ -62,16 +62,13 @@ class Adjacency:
         self.num_nodes = sum(graph.num_nodes.values())
         self.total = sum(graph.num_edges.values())
         self.in_degrees, self.in_bytes, degrees = (torch.zeros(self.num_nodes, dtype=torch.long) for _ in range(3))
-        done = 0
-        for kind in graph.edges:
-            num_bytes = torch.tensor(EDGE_BYTES + _row_bytes(graph.edge_fields[kind]))
-            for start, src, dst in _edges_of(graph, kind, budget.block_edges, budget.team):
-                budget.report("count", done + start, self.total)
-                ones = torch.ones(len(src), dtype=torch.long)
-                self.in_degrees.index_add_(0, dst, ones)
-                self.in_bytes.index_add_(0, dst, num_bytes.expand(len(dst)))
-                degrees.index_add_(0, src, ones)
-            done += graph.num_edges[kind]
+        num_bytes = {kind: torch.tensor(EDGE_BYTES + _row_bytes(graph.edge_fields[kind])) for kind in graph.edges}
+        for done, kind, src, dst in joined_edges(graph, budget.block_edges, budget.team):
+            budget.report("count", done, self.total)
+            ones = torch.ones(len(src), dtype=torch.long)
+            self.in_degrees.index_add_(0, dst, ones)
+            self.in_bytes.index_add_(0, dst, num_bytes[kind].expand(len(dst)))
+            degrees.index_add_(0, src, ones)
         self.in_degrees, self.in_bytes, degrees = (
             budget.team.sum("degrees", counts) for counts in (self.in_degrees, self.in_bytes, degrees)
         )
@@ -90,7 +87,7 @@ class Adjacency:
             src, dst = (torch.cat(parts) for parts in zip(*ends)) if ends else torch.empty(2, 0, dtype=torch.long)
             self._all = to_run(0, self.num_nodes, torch.cat([src, dst]).numpy(), torch.cat([dst, src]).numpy())
 
-    def runs(self) -> Iterator[Run]:
+    def runs(self) -> Iterator[Neighbourhoods]:
         """All nodes in ascending order, once, on rank 0. The other ranks help and are given nothing. Collective."""
         team = self.budget.team
         if self._buckets is None:
@@ -101,7 +98,7 @@ class Adjacency:
             columns = [team.to_first("merged edges", array) for array in own]
             for bucket, arrays in enumerate(zip(*columns), first):
                 if team.rank == 0 and bucket < len(self._buckets):
-                    yield Run(int(self._buckets.starts[bucket]), *arrays)
+                    yield Neighbourhoods(int(self._buckets.starts[bucket]), *arrays)
 
     def weights(self, parts: int, given: Tensor | None = None) -> Tensor:
         """What each node weighs, int64 [num_nodes], so that what ranks hold is balanced: `given`, or bytes.
@@ -138,7 +135,7 @@ class Adjacency:
         In front of it, about as many as that keeps. Degrees count as `_LARGEST_DEGREE` where they are larger.
         """
         smaller = torch.zeros(min(int(degrees.max()), _LARGEST_DEGREE) + 1, dtype=torch.long)
-        for _, src, dst in joined_edges(self.graph, self.budget.block_edges, self.budget.team):
+        for _, _, src, dst in joined_edges(self.graph, self.budget.block_edges, self.budget.team):
             degree = torch.minimum(degrees[src], degrees[dst]).clamp(max=_LARGEST_DEGREE)
             smaller += torch.bincount(degree, minlength=len(smaller))
         smaller = self.budget.team.sum("smaller degrees", smaller)
@@ -148,8 +145,8 @@ class Adjacency:
         return int(kept[limit - 1]), limit / degrees.clamp(1, _LARGEST_DEGREE).float()
 
     def _edges(self, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """As `joined_edges`, without those that are left out."""
-        for done, src, dst in joined_edges(self.graph, count, self.budget.team):
+        """As `joined_edges`, without types, and without those that are left out."""
+        for done, _, src, dst in joined_edges(self.graph, count, self.budget.team):
             if self._sampled is None:
                 yield done, src, dst
             else:
@@ -165,10 +162,10 @@ class Adjacency:
                 yield nodes.numpy(), records
 
 
-def _run_of(buckets: Buckets, bucket: int) -> Run:
+def _run_of(buckets: Buckets, bucket: int) -> Neighbourhoods:
     """The nodes of a bucket, or none behind the last one."""
     if bucket >= len(buckets):
-        return Run(0, *np.empty((3, 0), np.int64))
+        return Neighbourhoods(0, *np.empty((3, 0), np.int64))
     first, last = (int(node) for node in buckets.starts[bucket : bucket + 2])
     records = buckets.read(bucket, remove=True)
     return to_run(first, last - first, records["node"], records["neighbour"])
@@ -182,24 +179,17 @@ def _uniform(src: Tensor, dst: Tensor) -> Tensor:
     return ((mixed ^ (mixed >> 31)) & ((1 << 24) - 1)).float() / (1 << 24)
 
 
-def joined_edges(graph: RawGraph, count: int, team: Team) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """This rank's edges of all types, at most `count` at a time: the number of edges before them, and both ends.
+def joined_edges(graph: RawGraph, count: int, team: Team) -> Iterator[tuple[int, EdgeType, Tensor, Tensor]]:
+    """This rank's edges of all types, at most `count` at a time: how many are before them, their type, and both ends.
 
     The ids run on over the node types, in the order of `graph.num_nodes`. Every rank has as many blocks.
     """
-    done = 0
-    for kind in graph.edges:
-        for start, src, dst in _edges_of(graph, kind, count, team):
-            yield done + start, src, dst
-        done += graph.num_edges[kind]
-
-
-def _edges_of(graph: RawGraph, kind: EdgeType, count: int, team: Team) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """The edges of one type, as in `joined_edges`."""
     firsts = dict(zip(graph.num_nodes, np.cumsum([0, *graph.num_nodes.values()]).tolist()))
-    arrays = graph.edges[kind]
-    for (start, src), (_, dst) in zip(team.blocks(arrays.src, count), team.blocks(arrays.dst, count)):
-        yield start, src.long() + firsts[kind[0]], dst.long() + firsts[kind[2]]
+    done = 0
+    for kind, arrays in graph.edges.items():
+        for (start, src), (_, dst) in zip(team.blocks(arrays.src, count), team.blocks(arrays.dst, count)):
+            yield done + start, kind, src.long() + firsts[kind[0]], dst.long() + firsts[kind[2]]
+        done += graph.num_edges[kind]
 
 
 def _row_bytes(fields: Mapping[str, Field]) -> int:
@@ -207,7 +197,7 @@ def _row_bytes(fields: Mapping[str, Field]) -> int:
     return sum(math.prod(field.shape[1:]) * field.dtype.itemsize for field in fields.values())
 
 
-def to_run(first: int, count: int, nodes: Array, neighbours: Array) -> Run:
+def to_run(first: int, count: int, nodes: Array, neighbours: Array) -> Neighbourhoods:
     """The run of `count` nodes from pairs (node, neighbour) in any order."""
     keep = nodes != neighbours
     rows, neighbours = nodes[keep].astype(np.int64) - first, neighbours[keep]
@@ -215,4 +205,4 @@ def to_run(first: int, count: int, nodes: Array, neighbours: Array) -> Run:
     ascending = torch.sort(torch.from_numpy((rows << bits) | neighbours)).values
     pairs, multiplicity = torch.unique_consecutive(ascending, return_counts=True)
     starts = torch.searchsorted(pairs, torch.arange(count + 1) << bits)
-    return Run(first, starts.numpy(), (pairs & ((1 << bits) - 1)).numpy(), multiplicity.numpy())
+    return Neighbourhoods(first, starts.numpy(), (pairs & ((1 << bits) - 1)).numpy(), multiplicity.numpy())

@@ -26,9 +26,7 @@ def integers(largest: int) -> np.dtype[Any]:
 def key_ranges(counts: Tensor, limit: int, breaks: Tensor | None = None) -> Array:
     """Where ranges of keys start, int64 [num_ranges + 1]: each holds at most `limit` records, or a single key.
 
-    Args:
-        counts: records of each key, int64 [num_keys].
-        breaks: keys, ascending, at which a range must start.
+    `counts` are the records of each key. At each of `breaks`, which are ascending keys, a range starts.
     """
     num_keys = counts.numel()
     ends = counts.cumsum(0)
@@ -44,13 +42,11 @@ def key_ranges(counts: Tensor, limit: int, breaks: Tensor | None = None) -> Arra
 
 
 class Buckets:
-    """Files of records, one per range of keys, each on one rank.
+    """Files of records in a new folder, `folder`, one per range of keys, each on one rank.
 
     Args:
-        budget: the ranks that fill the files, which are in a new folder, `folder`, and who is told of the progress.
         starts: what `key_ranges` gave.
         groups: a number for each file. Files of the same number are on the same rank.
-        record: NumPy's dtype of a record.
     """
 
     def __init__(self, budget: Budget, starts: Array, groups: Array, record: np.dtype[Any]) -> None:
@@ -71,10 +67,7 @@ class Buckets:
         """Append each record to the file of its key. Collective.
 
         Records keep the order of the blocks, and within those that are added at the same time the order of the ranks.
-
-        Args:
-            blocks: keys and records. Each rank has as many blocks.
-            stage, total: what is reported as done in the end.
+        The blocks are keys and records; each rank has as many. `total` of `stage` are reported as done in the end.
         """
         coming, received = iter(blocks), list[tuple[Array, Array]]()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from shardpass.core.ranks import bytes_text
 from shardpass.data.team import Team
 
-Report = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int], None]
 """Called as `report(stage, done, total)`."""
 
 MEMORY_BYTES = 1 << 30
@@ -33,7 +33,7 @@ class Budget:
 
     scratch: Path = Path(tempfile.gettempdir())
     memory_bytes: int = MEMORY_BYTES
-    report: Report = lambda stage, done, total: None
+    report: Progress = lambda stage, done, total: None
     team: Team = field(default_factory=Team)
 
     @property

@@ -154,11 +154,7 @@ class _Sources(NamedTuple):
 class _Columns:
     """The columns of a part in files, which are filled some destinations at a time.
 
-    Args:
-        folder: an existing one.
-        kinds: the dtypes of sources, edge ids and row pointers.
-        sizes: the number of edges from each part.
-        num_dst: destinations of the part.
+    `kinds` are the dtypes of sources, edge ids and row pointers; `sizes` are the numbers of edges from each part.
     """
 
     def __init__(self, folder: Path, kinds: tuple[np.dtype[Any], ...], sizes: Array, num_dst: int) -> None:

@@ -16,8 +16,7 @@ class State:
     """What `initialize_comms` and `nfs_ip_init` leave for later calls, and which synchronised models are running.
 
     Attributes:
-        comm: the communicator of this process; `None` before `initialize_comms`.
-        comm_device, master_ip, master_port, backend: what the functions of these names in `sar.comm` answer.
+        comm: `None` before `initialize_comms`.
         config: the `Config` that all ranks have agreed on, in words.
         forwards: the models whose forward is running, outermost first, and how to leave each; see `ordered.py`.
         on_connected: what to do once all ranks have joined.

@@ -64,7 +64,9 @@ def initialize_comms(
         raise ValueError(f"initialize_comms: the backend is {backend!r}; expected one of {', '.join(BACKENDS)}")
     if STATE.comm is not None:
         return _check_same(_rank, _world_size, STATE.comm, "initialize_comms was called before")
-    _use_interface()
+    if os.environ.get(SOCKET_VARIABLE):
+        variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+        os.environ |= dict.fromkeys(variables, get_socket().name)
     on_gpu = backend == "nccl" and torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     told_device = device if _comm_device is None else torch.device(_comm_device)
@@ -91,12 +93,6 @@ def _check_same(rank: int, size: int, known: Ranks, who: str) -> None:
             f"initialize_comms: this process is to be rank {rank} of {size}, but {who}: rank {known.rank} of "
             f"{known.size}. Pass those"
         )
-
-
-def _use_interface() -> None:
-    if os.environ.get(SOCKET_VARIABLE):
-        variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-        os.environ |= dict.fromkeys(variables, get_socket().name)
 
 
 def is_initialized() -> bool:
@@ -157,13 +153,9 @@ def nfs_ip_init(_rank: int, ip_file: str) -> str:
 
 
 def get_socket() -> SocketInfo:
-    """The network interface that ranks use here, and its IPv4 address.
+    """The network interface in ``SAR_SOCKET_NAME``, and its IPv4 address. A `ValueError` if it has none.
 
-    It is the one in ``SAR_SOCKET_NAME``. Without that the name is empty, and the system chooses the one that reaches
-    other hosts.
-
-    Raises:
-        ValueError: there is no such interface, or it has no IPv4 address.
+    Without that the name is empty, and the system chooses the interface that reaches other hosts.
     """
     name = os.environ.get(SOCKET_VARIABLE, "")
     if name:
@@ -267,23 +259,15 @@ def sync_params(model: nn.Module) -> None:
 
 
 def gather_grads(model: nn.Module) -> None:
-    """Sum the gradients of the parameters over ranks, in place. Collective; once per step, after backward.
-
-    A parameter that has a gradient on some rank gets one on every rank.
-
-    Raises:
-        ShardpassError: on every rank, if a gradient was summed before, backward added to a summed one, or a parameter
-            changed since backward.
-    """
+    """Sum the gradients of the parameters over ranks, in place; see `shardpass.sync_gradients`. Collective."""
     sync_gradients(model, communicator())
 
 
 def all_reduce(red_tensor: Tensor, op: Any = "sum", move_to_comm_device: bool = False) -> None:
     """Reduce `red_tensor` over ranks, in place. Collective. No gradient flows through it.
 
-    Args:
-        red_tensor: of the same shape and dtype on every rank, on any device: `move_to_comm_device` is ignored.
-        op: SUM, MAX, MIN or PRODUCT of ``torch.distributed.ReduceOp``, or its name.
+    It has the same shape and dtype on every rank, and may be on any device: `move_to_comm_device` is ignored. `op` is
+    SUM, MAX, MIN or PRODUCT of ``torch.distributed.ReduceOp``, or its name.
     """
     name = str(op).split(".")[-1].lower()
     name = {"product": "prod"}.get(name, name)
@@ -298,12 +282,8 @@ def all_reduce(red_tensor: Tensor, op: Any = "sum", move_to_comm_device: bool = 
 def exchange_tensors(tensors: Sequence[Tensor], recv_sizes: Sequence[int] | None = None) -> list[Tensor]:
     """Send ``tensors[r]`` to each rank r, and return what came from each rank, in rank order. Collective.
 
-    Args:
-        tensors: one for each rank; only first dimensions may differ.
-        recv_sizes: how many rows come from each rank, if you know. It is checked.
-
-    Raises:
-        ValueError: there is not one tensor for each rank, or another number of rows came.
+    Only first dimensions may differ. A `ValueError` if there is not one tensor for each rank, or if other numbers of
+    rows come than `recv_sizes` says.
     """
     return _exchanged(tensors, [None] * len(tensors) if recv_sizes is None else recv_sizes, "exchange_tensors")
 
@@ -313,10 +293,8 @@ def all_to_all(
 ) -> None:
     """Send ``send_tensors[r]`` to each rank r, and fill ``recv_tensors[r]`` with what came from it. Collective.
 
-    Only first dimensions may differ. Tensors are moved where they must be, so `move_to_comm_device` is ignored.
-
-    Raises:
-        ValueError: there is not one tensor for each rank, or one that came does not fit.
+    Only first dimensions may differ. Tensors are moved where they must be, so `move_to_comm_device` is ignored. A
+    `ValueError` if there is not one tensor for each rank, or if one that came does not fit.
     """
     found = _exchanged(send_tensors, [tensor.size(0) for tensor in recv_tensors], "all_to_all")
     with torch.no_grad():

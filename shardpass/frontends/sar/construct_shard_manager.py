@@ -18,7 +18,7 @@ from shardpass.frontends.sar.common_tuples import CanonicalType, PartitionData
 from shardpass.frontends.sar.config import ConfiguredEdges, follow, options, words
 from shardpass.frontends.sar.core.graphshard import GraphShardManager, NodeRanges, Whole
 from shardpass.frontends.sar.data_loading import load_dgl_partition_data_from_graph
-from shardpass.frontends.sar.own_part import OwnPart, merged, own_part, schemas, take_over
+from shardpass.frontends.sar.own_part import OwnPart, merge_types, own_part, schemas, take_over
 
 
 def construct_full_graph(partition_data: PartitionData, homogeneous: bool = False) -> GraphShardManager:
@@ -131,7 +131,7 @@ def _agreed(
     assert part is not None
     stored = [other["stored"] for other in theirs]
     take_over(part, stored)
-    return merged(part, data.node_ranges, stored) if homogeneous else part
+    return merge_types(part, data.node_ranges, stored) if homogeneous else part
 
 
 def _graph(comm: Ranks, part: OwnPart) -> GraphShardManager:

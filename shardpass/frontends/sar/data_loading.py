@@ -14,23 +14,21 @@ from dgl.distributed import load_partition_book
 from torch import Tensor
 
 from shardpass.data.readers.dgl_partitions import (
-    Config,
+    Description,
     PartGraph,
     Stored,
     as_mask,
     integers,
     own_edges,
     owner_of,
-    read_config,
+    read_description,
     read_part_graph,
     read_tensors,
 )
 from shardpass.frontends.sar.common_tuples import CanonicalType, PartitionData, Ranges, ShardEdgesAndFeatures
 
-__all__ = ["load_dgl_partition_data", "load_dgl_partition_data_from_graph", "suffix_key_lookup"]
 
-
-class _InEdges(NamedTuple):
+class _OwnEdges(NamedTuple):
     """The edges into this rank's nodes: ids of both ends, the type of each edge and its number in the type."""
 
     src: Tensor
@@ -56,22 +54,24 @@ def load_dgl_partition_data(
     Raises:
         ValueError: there is no such part, or a file is missing, cut short or altered. It names the file.
     """
-    config = read_config(Path(partition_json_file))
-    num_parts, part = config.nodes.num_parts, own_partition_idx
+    description = read_description(Path(partition_json_file))
+    num_parts, part = description.nodes.num_parts, own_partition_idx
     if not 0 <= part < num_parts:
-        raise ValueError(f"{config.path} has the parts 0 to {num_parts - 1}, no part {part}; pass the rank")
-    _check_numbering(config)
-    files = config.parts[part]
+        raise ValueError(f"{description.path} has the parts 0 to {num_parts - 1}, no part {part}; pass the rank")
+    _check_numbering(description)
+    files = description.parts[part]
     graph = read_part_graph(files.graph)
-    labels = [":".join(kind) for kind in config.edge_types]
-    features = _features(files.edge_fields, labels, config.edges.sizes[:, part].tolist())
-    edge_ids, src, dst = own_edges(config, part, graph)
-    kinds, numbers, _ = config.edges.locate(edge_ids, files.graph)
-    edges = _InEdges(*(torch.from_numpy(array.astype(np.int64)) for array in (src, dst, kinds, numbers)))
-    starts = [config.edges.rows(kind, part).start for kind in range(len(labels))]
-    node_features = _node_features(config, part, graph)
+    labels = [":".join(kind) for kind in description.edge_types]
+    features = _features(files.edge_fields, labels, description.edges.sizes[:, part].tolist())
+    edge_ids, src, dst = own_edges(description, part, graph)
+    kinds, numbers, _ = description.edges.locate(edge_ids, files.graph)
+    edges = _OwnEdges(*(torch.from_numpy(array.astype(np.int64)) for array in (src, dst, kinds, numbers)))
+    starts = [description.edges.rows(kind, part).start for kind in range(len(labels))]
+    node_features = _node_features(description, part, graph)
     book, *_ = load_partition_book(str(partition_json_file), part)
-    return _part_of(book, node_features, config.node_types, edges, config.edge_types, features, starts, device)
+    return _part_of(
+        book, node_features, description.node_types, edges, description.edge_types, features, starts, device
+    )
 
 
 def load_dgl_partition_data_from_graph(graph: Any, device: torch.device | str = "cpu") -> PartitionData:
@@ -86,7 +86,7 @@ def load_dgl_partition_data_from_graph(graph: Any, device: torch.device | str = 
     ids = local.ndata[dgl.NID]
     src, dst = local.edges(order="eid")
     kinds, numbers = book.map_to_per_etype(local.edata[dgl.EID][inner])
-    edges = _InEdges(ids[src[inner]], ids[dst[inner]], kinds.to(torch.int64), numbers)
+    edges = _OwnEdges(ids[src[inner]], ids[dst[inner]], kinds.to(torch.int64), numbers)
     nodes = {kind: book.partid2nids(part, kind) for kind in node_types}
     own = {kind: book.partid2eids(part, kind) for kind in edge_types}
     node_features = _pulled(graph.nodes, nodes, str)
@@ -97,13 +97,12 @@ def load_dgl_partition_data_from_graph(graph: Any, device: torch.device | str = 
 
 
 def _part_of(
-    book: Any, node_features: dict[str, Tensor], node_types: Sequence[str], edges: _InEdges,
+    book: Any, node_features: dict[str, Tensor], node_types: Sequence[str], edges: _OwnEdges,
     edge_types: Sequence[CanonicalType], features: Mapping[str, Tensor], starts: Sequence[int], device: Any,
 ) -> PartitionData:  # fmt: skip
     """The edges by the part of their source, sorted by type and then by number, and everything else as it is.
 
-    Args:
-        features: of the edges, by full name. The row of an edge is its number less the entry of `starts` of its type.
+    The features of edges are by full name. The row of an edge is its number less the entry of `starts` of its type.
     """
     order = torch.from_numpy(np.lexsort((edges.numbers.numpy(), edges.kinds.numpy())))
     src, dst, kinds, numbers = (tensor[order] for tensor in edges)
@@ -122,21 +121,21 @@ def _part_of(
     return PartitionData(shards, ranges, node_features, list(node_types), list(edge_types), book)
 
 
-def _check_numbering(config: Config) -> None:
+def _check_numbering(description: Description) -> None:
     """Raise unless the nodes are numbered part by part, and in a part type by type, as DGL does it."""
-    sizes = config.nodes.sizes.T
+    sizes = description.nodes.sizes.T
     ends = sizes.cumsum().reshape(sizes.shape)
     parts, kinds = sizes.nonzero()
     for ids in (ends - sizes, ends - 1):
-        found_kinds, _, found_parts = config.nodes.locate(ids[parts, kinds], config.path)
+        found_kinds, _, found_parts = description.nodes.locate(ids[parts, kinds], description.path)
         if (found_kinds != kinds).any() or (found_parts != parts).any():
             raise ValueError(
-                f"{config.path} is altered: its node ids do not go part by part, and within a part type by type"
+                f"{description.path} is altered: its node ids do not go part by part, and within a part type by type"
             )
 
 
-def _node_features(config: Config, part: int, graph: PartGraph) -> dict[str, Tensor]:
-    files, types, counts = config.parts[part], config.node_types, config.nodes.sizes[:, part].tolist()
+def _node_features(description: Description, part: int, graph: PartGraph) -> dict[str, Tensor]:
+    files, types, counts = description.parts[part], description.node_types, description.nodes.sizes[:, part].tolist()
     found = _features(files.node_fields, types, counts)
     found[dgl.NTYPE] = _numbered(counts)
     if len(types) == 1 and "orig_id" in graph.node_data:

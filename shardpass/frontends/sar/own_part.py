@@ -18,13 +18,10 @@ Schema = dict[str, dict[str, Any]]
 
 @dataclass
 class EdgeList:
-    """The edges of one type into this rank's nodes.
+    """The edges of one type into this rank's nodes: their ids, and tensors with a row for each, by name.
 
-    Args:
-        parts: the part of each source, int64 [num_edges].
-        src, dst: the nodes at both ends, in the numbering of `PartitionData.node_ranges`.
-        ids: the id of each edge.
-        fields: tensors with a row per edge, by name.
+    parts: the part of each source, int64 [num_edges].
+    src, dst: the nodes at both ends, in the numbering of `PartitionData.node_ranges`.
     """
 
     parts: Tensor
@@ -36,15 +33,7 @@ class EdgeList:
 
 @dataclass
 class OwnPart:
-    """A rank's part by type.
-
-    Args:
-        rank: the rank.
-        device: where the graph is.
-        ranges: (first id, end) of the nodes of each type in each part.
-        node_fields: the node features of each type, by name.
-        edges: the edges of each type.
-    """
+    """The part of a rank by type. `ranges` are the first id, and the end, of the nodes of each type in each part."""
 
     rank: int
     device: torch.device
@@ -224,13 +213,11 @@ def take_over(part: OwnPart, every: Sequence[Schema]) -> None:
 # ---- several types as one
 
 
-def merged(part: OwnPart, node_ranges: Ranges, every: Sequence[Schema]) -> OwnPart:
+def merge_types(part: OwnPart, node_ranges: Ranges, every: Sequence[Schema]) -> OwnPart:
     """The part with all types made one, as ``dgl.to_homogeneous`` does it. Nodes are in the order of `node_ranges`.
 
-    Features that all types have with one dtype and shape are kept. Ids count on from one type to the next.
-
-    Args:
-        every: the `schemas` of all ranks.
+    Features that all types have with one dtype and shape are kept. Ids count on from one type to the next. `every` are
+    the `schemas` of all ranks.
     """
     nodes = _alike(part.node_fields.values())
     nodes[dgl.NTYPE] = torch.repeat_interleave(torch.arange(len(part.counts)), torch.tensor([*part.counts.values()]))

@@ -3,13 +3,12 @@
 This room knows DGL's JSON, its binary files and its ids. Its result is a `RawGraph`.
 """
 
-from shardpass.data.readers.dgl_partitions.config import Config, IdRanges, read_config
-from shardpass.data.readers.dgl_partitions.fields import as_mask, owner_of
+from shardpass.data.readers.dgl_partitions.description import Description, IdRanges, read_description
 from shardpass.data.readers.dgl_partitions.files import PartGraph, Stored, integers, read_part_graph, read_tensors
-from shardpass.data.readers.dgl_partitions.read import own_edges, read_dgl_partition
+from shardpass.data.readers.dgl_partitions.read import as_mask, own_edges, owner_of, read_dgl_partition
 
 __all__ = [
-    "Config",
+    "Description",
     "IdRanges",
     "PartGraph",
     "Stored",
@@ -17,7 +16,7 @@ __all__ = [
     "integers",
     "own_edges",
     "owner_of",
-    "read_config",
+    "read_description",
     "read_dgl_partition",
     "read_part_graph",
     "read_tensors",

@@ -43,13 +43,10 @@ class NodeRanges(list[tuple[int, int]]):
 
 @dataclass(frozen=True)
 class Whole:
-    """What a rank knows of the whole graph.
+    """What a rank knows of the whole graph, with DGL's partition book, if there is one.
 
-    Args:
-        node_ranges: (first id, end) of the nodes of each part.
-        type_ranges: the same of the nodes of each type.
-        book: DGL's partition book, or `None`.
-        nodes, edges: how many there are on all ranks, by type.
+    `node_ranges` are (first id, end) of the nodes of each part, and `type_ranges` of each type in each part. `nodes`
+    and `edges` are how many all ranks have, by type.
     """
 
     node_ranges: NodeRanges
@@ -158,11 +155,9 @@ class GraphShardManager(ShardedDGLGraph):
     number_of_nodes_global, number_of_edges_global = num_nodes_global, num_edges_global
 
     def in_degrees(self, vertices: Any = ALL, etype: Any = None) -> Tensor:
-        """In-degrees of own destination nodes, ``[num_own]`` int64, or of the rows `vertices` of them."""
         return super().in_degrees(vertices, etype)
 
     def out_degrees(self, vertices: Any = ALL, etype: Any = None) -> Tensor:
-        """Out-degrees of own source nodes in the whole graph, ``[num_own]`` int64, or of the rows `vertices`."""
         return super().out_degrees(vertices, etype)
 
     def apply_edges(self, message_func: Any, edges: Any = ALL, etype: Any = None, inplace: bool = False) -> None:
@@ -186,10 +181,7 @@ class GraphShardManager(ShardedDGLGraph):
         """(First id, end) of this rank's nodes."""
         return self.node_ranges[self.comm.rank]
 
-    @property
-    def local_src_node_range(self) -> tuple[int, int]:
-        """(First id, end) of this rank's nodes."""
-        return self.tgt_node_range
+    local_src_node_range = tgt_node_range
 
     def partition_book(self) -> Any:
         """DGL's partition book."""
@@ -224,11 +216,7 @@ class GraphShardManager(ShardedDGLGraph):
         return graph
 
     def to(self, device: Any, **kwargs: Any) -> GraphShardManager:
-        """This graph, if it is on `device`.
-
-        Raises:
-            RefusedError: it is on another device.
-        """
+        """This graph, if it is on `device`; else a `RefusedError`."""
         if not is_on(self.device, device):
             raise RefusedError(
                 f"rank {self.comm.rank}: the graph is on {self.device} and cannot move to {device}: pass the device to "
@@ -240,9 +228,7 @@ class GraphShardManager(ShardedDGLGraph):
         """The same graph, but its halo rows are fetched all at once and kept for backward. Collective.
 
         It has the stored features, but not those that were set on this graph. Its edges are in another order.
-
-        Args:
-            delete_shard_data: ignored. What this graph holds is freed when the last reference to it goes.
+        `delete_shard_data` is ignored: what this graph holds is freed when the last reference to it goes.
         """
         edges = {}
         for kind in self.canonical_etypes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardpass.backends.call_log import CallLog
 from shardpass.backends.communicator import Communicator
-from shardpass.backends.deadlock import COLLECTIVE, Position, Tally, describe_stuck, stuck_ranks
+from shardpass.backends.deadlock import COLLECTIVE, Position, Postings, describe_stuck, stuck_ranks
 from shardpass.backends.failure import (
     Failure,
     TransportLostError,
@@ -30,6 +30,8 @@ from shardpass.errors import CommunicationError, DivergenceError, PeerFailure
 DEFAULT_TIMEOUT = 1800.0  # seconds; a rank may be compiling a kernel, and a dead one is found by other means
 _FIRST_LOOK_SECONDS = 1.0  # how long a rank is blocked before it looks for a circle of waits
 _LOOK_SECONDS = 0.5  # how long it then waits before it looks again
+Step = tuple[Position, Callable[[float], None]]
+"""Where this rank is while it waits for a message, and what waits for it; the seconds are for each of its parts."""
 C = TypeVar("C", bound="RawCommunicator")
 E = TypeVar("E", bound=BaseException)
 
@@ -39,11 +41,9 @@ class Clock(Protocol):
 
     def monotonic(self) -> float:
         """Seconds since some moment."""
-        ...
 
     def sleep(self, seconds: float, /) -> None:
         """Return after that many seconds."""
-        ...
 
 
 class Pending(Protocol):
@@ -56,7 +56,33 @@ class Pending(Protocol):
             TransportTimeoutError, TransportLostError: without words, which `RawCommunicator.waiting` adds.
             CommunicationError: another rank has failed.
         """
-        ...
+
+
+class ExchangeHandle:
+    """A transfer under way: one message in, one message out, or both.
+
+    Args:
+        comm: the communicator on which the messages travel.
+        steps: for each message; none if the transfer has completed already.
+    """
+
+    def __init__(self, comm: RawCommunicator, steps: Sequence[Step] = ()) -> None:
+        self._comm, self._steps = comm, list(steps)
+        self._error: BaseException | None = None
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when both messages have completed; see `Handle.wait`."""
+        if self._error is not None:
+            raise self._error
+        try:
+            while self._steps:
+                position, complete = self._steps[0]
+                with self._comm.waiting(position, timeout) as seconds:
+                    complete(seconds)
+                del self._steps[0]
+        except BaseException as error:
+            self._error = error
+            raise
 
 
 class RawCommunicator(Communicator):
@@ -66,9 +92,7 @@ class RawCommunicator(Communicator):
         path: ``"world"``, or the name of a duplicate after the path of what it duplicates; the same on every rank.
         timeout: seconds that a wait may take unless the caller says otherwise.
         max_message_bytes: longer messages are split; the same on every rank.
-        failure: the first failure of this communicator.
         calls: the last calls of this rank, on all communicators of its job.
-        collectives: how many collectives this rank has begun.
     """
 
     serves_threads = True  # whether a duplicate may be used by another thread at the same time
@@ -78,20 +102,16 @@ class RawCommunicator(Communicator):
     clock: Clock = time
 
     def __init__(self, rank: int, size: int, device: torch.device, failure: Failure, path: str = "world") -> None:
-        self.rank = rank
-        self.size = size
-        self.device = device
+        self.rank, self.size, self.device, self.failure, self.path = rank, size, device, failure, path
         self.local_ranks: tuple[int, ...] = (rank,)
         self.shares_memory = self.shares_memory and device.type == "cpu"
         self.bytes_sent = 0
         self.timeout = DEFAULT_TIMEOUT
         self.max_message_bytes = 1 << 30
-        self.failure = failure
-        self.path = path
         self.calls = CallLog(rank, size)
         self.collectives = 0
         self._epoch = 0
-        self._tally = Tally()
+        self._postings = Postings()
         self._moved: Counter[tuple[str, int]] = Counter()  # messages and collectives between devices, by their ends
         self._moving: list[list[Position]] = []  # groups of messages between devices that have not ended, as awaited
         self._have_moved: Counter[str] = Counter()  # messages between devices that have ended, as the peer awaits them
@@ -182,20 +202,20 @@ class RawCommunicator(Communicator):
                 else "The other ranks are alive: one of them is slower than that, or has taken another path"
             )
             text = f"rank {self.rank} has waited {seconds:.0f} s in {position.text}, and nothing came. {why}"
-            raise self.noted(CommunicationError(text)) from None
+            raise self.with_note(CommunicationError(text)) from None
         except TransportLostError as error:
             peers = sorted({one.peer for one in self._waits()})
             known = self._explain_lost(range(self.size) if -1 in peers else peers)
             if known is not None:
-                raise self.noted(known) from None
+                raise self.with_note(known) from None
             peer = " or ".join(f"rank {peer}" if peer >= 0 else "another rank" for peer in peers)
             text = (
                 f"rank {self.rank} lost its connection with {peer} in {position.text}; that rank died, or ended before "
                 f"the others ({error})"
             )
-            raise self.noted(CommunicationError(text)) from None
+            raise self.with_note(CommunicationError(text)) from None
         except CommunicationError as error:
-            self.noted(error)
+            self.with_note(error)
             raise
         finally:
             self._where = None
@@ -213,7 +233,7 @@ class RawCommunicator(Communicator):
         if position is None or now < self._next_look or self.failure.happened:
             return
         self._next_look = now + _LOOK_SECONDS
-        position = replace(position, epoch=epoch, posted={**self._tally.posted(), COLLECTIVE: self.collectives})
+        position = replace(position, epoch=epoch, posted={**self._postings.posted(), COLLECTIVE: self.collectives})
         self._show(position)
         texts = {rank: text for rank, text in self._published().items() if text and rank != self.rank}
         positions = {self.rank: position, **{rank: Position.from_json(text) for rank, text in texts.items()}}
@@ -231,10 +251,7 @@ class RawCommunicator(Communicator):
                 self._publish(position.to_json() if position is not None and is_blocked else "")
 
     def publish_end(self) -> None:
-        """Let the other ranks know what this rank has been through before it ended in peace.
-
-        These are its collectives, and its messages between devices.
-        """
+        """Let the other ranks know through which collectives and messages between devices this rank has been."""
         posted = {COLLECTIVE: self.collectives, **self._have_moved}
         self._publish(Position("its end", "", 0, self.rank, posted=posted).to_json())
 
@@ -291,13 +308,13 @@ class RawCommunicator(Communicator):
         self._spread_failure(first_failure(self.rank, reason))
         self.calls.write(first_failure(self.rank, reason))
 
-    def told(self, reason: str) -> str:
+    def last_words(self, reason: str) -> str:
         """What this rank prints when it fails. Its last calls are written."""
         text = first_failure(self.rank, reason)
         words = self.calls.write(text)
         return f"shardpass: {text}" + f" ({words})" * bool(words)
 
-    def noted(self, error: E) -> E:
+    def with_note(self, error: E) -> E:
         """``error``, with a note that names the file with this rank's last calls, which is written."""
         is_told = isinstance(error, CommunicationError)
         add_note(error, self.calls.write(str(error) if is_told else first_failure(self.rank, reason_of(error))))
@@ -322,7 +339,7 @@ class RawCommunicator(Communicator):
     def _check_failed(self) -> None:
         error = self.failure.error()
         if error is not None:
-            raise self.noted(error)
+            raise self.with_note(error)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a communicator belongs to its process; save model.state_dict() instead")

@@ -7,26 +7,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardpass.data.raw import ADJACENCY
-
-
-class Entries(NamedTuple):
-    """The edges that a matrix `adj_t` stands for: entry (i, j) is the edge from j to i.
-
-    Args:
-        edge_index: ``[2, num_edges]``, sources first.
-        values: one or several numbers for each edge; None where all are 1, which says the same as no weights.
-        shape: target nodes and source nodes.
-    """
-
-    edge_index: Tensor
-    values: Tensor | None
-    shape: tuple[int, int]
 
 
 def is_sparse(value: Any) -> bool:
@@ -49,22 +35,22 @@ def with_edges(arrays: Mapping[Any, Any], what: str, is_square: bool = False) ->
             f"{what} holds both edge_index and adj_t, which may differ: delete the one that your model is not called "
             f"with, as in del data.adj_t"
         )
-    edges = _entries(found, f"adj_t of {what}")
-    if is_square and edges.shape[0] != edges.shape[1]:
+    edge_index, values, (num_targets, num_sources) = _entries(found, f"adj_t of {what}")
+    if is_square and num_targets != num_sources:
         raise ValueError(
-            f"adj_t of {what} has the shape {list(edges.shape)}; expected a row and a column for each node"
+            f"adj_t of {what} has the shape {[num_targets, num_sources]}; expected a row and a column for each node"
         )
-    sizes = {"num_nodes": edges.shape[0]} if is_square else {}
-    placed = {**sizes, **others, "edge_index": edges.edge_index}
-    if edges.values is None:
+    sizes = {"num_nodes": num_targets} if is_square else {}
+    placed = {**sizes, **others, "edge_index": edge_index}
+    if bool((values == 1).all()):  # which says the same as no weights
         return placed
-    name = "edge_weight" if edges.values.dim() == 1 else "edge_attr"
+    name = "edge_weight" if values.dim() == 1 else "edge_attr"
     if others.get(name) is not None:
         raise ValueError(
             f"{what} holds values of edges twice, in adj_t and as {name!r}: delete or rename that field, or set the "
             f"values of adj_t to 1"
         )
-    return {**placed, name: edges.values, ADJACENCY: name}
+    return {**placed, name: values, ADJACENCY: name}
 
 
 def with_edges_of_pyg(data: Any) -> Any:
@@ -97,7 +83,8 @@ def refuse_matrix(edge_index: Any, what: str) -> None:
         )
 
 
-def _entries(matrix: Any, what: str) -> Entries:
+def _entries(matrix: Any, what: str) -> tuple[Tensor, Tensor, tuple[int, int]]:
+    """The edges of a matrix, [2, num_edges]: entry (i, j) is the edge from j to i. Their values, and the shape."""
     if isinstance(matrix, Tensor):
         targets, sources, values = _of_torch(matrix.detach(), what)
         shape = matrix.shape
@@ -108,9 +95,8 @@ def _entries(matrix: Any, what: str) -> Entries:
     else:
         targets, sources, values = matrix.coo()
         shape = matrix.sizes()
-    is_weighted = values is not None and not bool((values == 1).all())
     edge_index = torch.stack([sources.long(), targets.long()])
-    return Entries(edge_index, values if is_weighted else None, (int(shape[0]), int(shape[1])))
+    return edge_index, torch.ones(1) if values is None else values, (int(shape[0]), int(shape[1]))
 
 
 def _of_torch(matrix: Tensor, what: str) -> tuple[Tensor, Tensor, Tensor]:

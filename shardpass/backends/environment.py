@@ -18,7 +18,7 @@ class Launch:
     """How this process was started.
 
     Attributes:
-        kind: ``"torchrun"`` (or anything that sets its variables), ``"mpi"``, ``"srun"`` or ``"none"``.
+        kind: ``"torchrun"`` stands for anything that sets its variables.
         size: number of processes that the launcher started.
         rank: of this process; -1 if only MPI knows it.
         host, port: where rank 0 listens; empty and 0 for MPI and none.

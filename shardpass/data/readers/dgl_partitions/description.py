@@ -68,7 +68,7 @@ class IdRanges:
 
 
 @dataclass(frozen=True)
-class Part:
+class PartFiles:
     """The files of a part."""
 
     graph: Path
@@ -77,7 +77,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Config:
+class Description:
     """What the JSON of a partition says. Types are in the order of their numbers."""
 
     path: Path
@@ -86,10 +86,10 @@ class Config:
     edge_types: list[EdgeType]
     nodes: IdRanges
     edges: IdRanges
-    parts: list[Part]
+    parts: list[PartFiles]
 
 
-def read_config(path: Path) -> Config:
+def read_description(path: Path) -> Description:
     """The partition that a JSON describes."""
     try:
         refuse_irregular(path)
@@ -107,7 +107,7 @@ def read_config(path: Path) -> Config:
         ) from error
 
 
-def _parsed(path: Path, raw: Mapping[str, Any]) -> Config:
+def _parsed(path: Path, raw: Mapping[str, Any]) -> Description:
     num_parts: int = raw["num_parts"]
     node_types, edge_names = _by_number(raw["ntypes"]), _by_number(raw["etypes"])
     edge_types = []
@@ -117,14 +117,16 @@ def _parsed(path: Path, raw: Mapping[str, Any]) -> Config:
             raise ValueError(f"edge type {name!r} is not between {node_types}")
         edge_types.append((source, relation, target))
     files = [raw[f"part-{part}"] for part in range(num_parts)]
-    return Config(
+    return Description(
         path=path,
         method=str(raw.get("part_method", "unknown")),
         node_types=node_types,
         edge_types=edge_types,
         nodes=_ranges(raw, "node", node_types, num_parts),
         edges=_ranges(raw, "edge", edge_names, num_parts),
-        parts=[Part(*(path.parent / of[key] for key in ("part_graph", "node_feats", "edge_feats"))) for of in files],
+        parts=[
+            PartFiles(*(path.parent / of[key] for key in ("part_graph", "node_feats", "edge_feats"))) for of in files
+        ],
     )
 
 
