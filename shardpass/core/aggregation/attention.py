@@ -129,7 +129,7 @@ def dropout_of_edges(edges: EdgeShards, seed: int, like: Tensor, p: float) -> Te
 
 
 def _numel(tensor: Tensor) -> int:
-    return tensor.new_empty((1, *tensor.shape[1:])).numel()
+    return tensor.shape[1:].numel()
 
 
 def chunk_edges(call: Call, attention: Attention, operands: Operands, in_one_loop: bool) -> int:

@@ -68,9 +68,9 @@ def cross_entropy(
     problem = check_logits("cross_entropy", logits, y, None) or _check_weight(weight, logits)
     if problem is not None:
         kind = kind_of_rows(logits, mask) + ignored(ignore_index)
-        return _global_mean("cross_entropy", torch.zeros(0), 0.0, problem, comm, kind, row_numbers(mask, y))
+        return _global_mean("cross_entropy", None, 0.0, problem, comm, kind, row_numbers(mask, y))
     chosen = chosen_rows("cross_entropy", logits, y, mask, weight, ignore_index, comm)
-    losses = logits[:0]
+    losses = None
     if chosen.problem is None:
         losses = _row_losses(chosen.of(logits), chosen.of(y.to(logits.device)), weight, label_smoothing)
     kind = kind_of_rows(logits, mask) + chosen.identity
@@ -156,19 +156,22 @@ def total(count: int | float | Tensor, comm: Ranks) -> int | float:
 
 def _row_losses(rows: Tensor, targets: Tensor, weight: Tensor | None, label_smoothing: float) -> Tensor:
     """The weighted loss of each row."""
-    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    rows = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
     weight = None if weight is None else weight.to(rows)
     targets = targets.to(rows.dtype) if targets.is_floating_point() else targets.long()
     return F.cross_entropy(rows, targets, weight, reduction="none", label_smoothing=label_smoothing)
 
 
 class _Share(torch.autograd.Function):
-    """Forward: `value`. Backward: the gradient of ``own / denominator``. See [Note: global value, own gradient]."""
+    """Forward: `value`, or ``own / denominator`` if it is `None`. Backward: the gradient of the latter.
+
+    See [Note: global value, own gradient].
+    """
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, value: Tensor, denominator: float, comm: Ranks) -> Tensor:
+    def forward(ctx: Any, own: Tensor, value: Tensor | None, denominator: float, comm: Ranks) -> Tensor:
         ctx.denominator, ctx.comm = denominator, comm
-        return value.detach()
+        return own / denominator if value is None else value.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -176,20 +179,19 @@ class _Share(torch.autograd.Function):
 
 
 def _global_mean(
-    name: str, losses: Tensor, denominator: float, problem: str | None, comm: Ranks, identity: str, chosen: float
+    name: str, losses: Tensor | None, denominator: float, problem: str | None, comm: Ranks, identity: str, chosen: float
 ) -> Tensor:
-    """The sum of `losses` over the sum of `denominator`, both over ranks, in float64."""
-    own, count = losses.sum(dtype=torch.float64), float(losses.numel())
-    numerator: Tensor | float = own.detach()
+    """The sum of `losses` over the sum of `denominator`, both over ranks, in float64. `None` with a `problem`."""
+    losses = torch.zeros(0) if losses is None else losses
+    own, count, value = losses.sum(dtype=torch.float64), float(losses.numel()), None
     if comm.size > 1 or problem is not None:  # one rank alone needs no number on the host, and waits for no device
-        values = [float(numerator), denominator, count]
+        values = [float(own.detach()), denominator, count]
         numerator, denominator, count = sums_over_ranks(name, values, problem, comm, identity, chosen)
+        value = torch.full_like(own, numerator / denominator) if denominator else None
     if count == 0:
         raise ValueError(no_nodes(name))
     if denominator == 0:
         raise ValueError(f"{name}: the weights of the masked nodes add up to 0 on all ranks together")
-    value = numerator / denominator
-    value = value if isinstance(value, Tensor) else torch.full_like(own, value)
     return _Share.apply(own, value, denominator, comm).to(losses.dtype)
 
 
