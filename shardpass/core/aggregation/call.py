@@ -162,11 +162,11 @@ class Call:
         return found if self.streamed_to is None else to_device(found, self.streamed_to)
 
     def isolated(self) -> Tensor:
-        """Which own nodes have no in-edge, ``[num_dst]`` bool, on the device of node rows."""
+        """Which own nodes have no in-edge, ``[num_dst, 1]`` bool, on the device of node rows."""
         kept = self.plan.comm.caches.of(Degrees, self.edges)
         if kept.isolated is None:
             with ordinary_tensors():
-                kept.isolated = self.edges.degrees() == 0
+                kept.isolated = (self.edges.degrees() == 0).unsqueeze(-1)
         found = kept.isolated
         return found if self.streamed_to is None else to_device(found, self.streamed_to)
 

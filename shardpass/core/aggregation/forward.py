@@ -9,7 +9,7 @@ from shardpass.core.aggregation.call import Call, EdgePiece, ForwardResult, Oper
 from shardpass.core.aggregation.execute import Part, Push, Rows, execute
 from shardpass.core.aggregation.formulas import FormulaStage, is_by_formula
 from shardpass.core.aggregation.rerun import run_again
-from shardpass.core.kernels import gather_extremum, gather_sum, take_extremum
+from shardpass.core.kernels import gather_extremum, gather_sum, shaped, take_extremum
 from shardpass.core.sharding import HOST, Chunk, Shard
 from shardpass.core.tracing import KERNEL_FORMS, REDUCERS, Base, State, StopPass, accumulator_dtype, rescale
 from shardpass.errors import DivergenceError
@@ -48,7 +48,7 @@ def counts(call: Call) -> dict[int, Tensor]:
     found = {}
     for k, reduction in enumerate(call.structure.reductions):
         if reduction.form == "ones":
-            degrees = call.degrees().to(reduction.dtype, copy=True).view(-1, *[1] * len(reduction.tail))
+            degrees = shaped(call.degrees().to(reduction.dtype, copy=True), [1] * len(reduction.tail))
             is_wide = any(width != 1 for width in reduction.tail)
             found[k] = degrees.expand(-1, *reduction.tail).contiguous() if is_wide else degrees
     return found

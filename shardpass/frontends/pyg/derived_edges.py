@@ -29,6 +29,7 @@ class _Edges(NamedTuple):
 
     derivation: Derivation | None
     is_reversed: bool
+    shape: Tensor  # without numbers; see `ShardedEdgeIndex.derived`
 
 
 class _Result(NamedTuple):
@@ -99,7 +100,7 @@ def _keep(results: _Results, key: Any, weights: Sequence[Tensor], edge_index: Sh
             if value.derivation is None:
                 return
             derivation = None if value.derivation is edge_index.derivation else value.derivation
-            values.append(_Edges(derivation, value.is_reversed))
+            values.append(_Edges(derivation, value.is_reversed, value.as_subclass(Tensor)))
         elif value is None or (type(value) is Tensor and not value.requires_grad):
             values.append(value)
         else:
@@ -118,6 +119,6 @@ def _tensors(values: Sequence[_Edges | Tensor | None]) -> list[Tensor]:
 def _restored(value: _Edges | Tensor | None, edge_index: ShardedEdgeIndex) -> Any:
     if not isinstance(value, _Edges):
         return value
-    derivation = edge_index.derivation if value.derivation is None else value.derivation
-    assert derivation is not None
-    return ShardedEdgeIndex.derived(derivation, edge_index.plan, value.is_reversed, None)
+    out = ShardedEdgeIndex.wrap(value.shape, edge_index.plan, value.is_reversed)
+    out.derivation = edge_index.derivation if value.derivation is None else value.derivation
+    return out
