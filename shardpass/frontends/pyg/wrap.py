@@ -47,6 +47,7 @@ from shardpass.frontends.pyg.refusals import (
     refuse_unsupported,
     refuse_whole_tensors,
 )
+from shardpass.frontends.pyg.relations import join_relations
 
 
 def wrap(model: nn.Module, comm: Ranks, check: bool = True, checkpoint: Checkpoint = None) -> nn.Module:
@@ -86,6 +87,7 @@ def wrap(model: nn.Module, comm: Ranks, check: bool = True, checkpoint: Checkpoi
         adapt_methods(module, comm)
         if isinstance(module, MessagePassing):
             find_edges_again(module)
+            join_relations(module)
     adapt_hetero(model, comm)
     sync_parameters(model, comm)
     decorrelate(comm)
