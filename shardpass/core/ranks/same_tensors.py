@@ -36,11 +36,11 @@ class SameTensors:
 
     def are(self, tensors: Sequence[Tensor]) -> bool:
         """Whether they are `tensors`, and nothing was written into them."""
-        return (
-            len(tensors) == len(self._known)
-            and all(of() is one and version == one._version for (of, version), one in zip(self._known, tensors))
-            and self._contents == [checksum(tensor) for tensor in tensors]
-        )
+        if len(tensors) != len(self._known):
+            return False
+        pairs = zip(self._known, tensors)
+        is_each = all(of() is one and version == torch_private.version_of(one) for (of, version), one in pairs)
+        return is_each and self._contents == [checksum(tensor) for tensor in tensors]
 
     def is_lost(self) -> bool:
         """Whether one of them is gone."""

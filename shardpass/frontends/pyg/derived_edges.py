@@ -21,7 +21,7 @@ from shardpass.core.ranks import Known, torch_private
 from shardpass.core.sharding import Derivation
 from shardpass.core.wrapping import with_names
 
-_PLAIN = (int, float, bool, str, type(None), torch.dtype)
+_PLAIN = (int, float, bool, str, torch.dtype)
 
 
 class _Edges(NamedTuple):
@@ -85,7 +85,7 @@ def _is_kept(edge_index: Any, given: Sequence[Any], weights: Sequence[Tensor]) -
         return False
     # on several ranks, weights may be written to on one of them, and a function may communicate
     are_constant = all(type(one) is Tensor and one.dim() == 1 and not one.requires_grad for one in weights)
-    are_known = all(type(value) in _PLAIN or isinstance(value, Tensor) for value in given)
+    are_known = all(value is None or type(value) in _PLAIN or isinstance(value, Tensor) for value in given)
     return are_known and are_constant and (comm.size == 1 or not weights)
 
 
