@@ -48,6 +48,7 @@ EXAMPLES = {
     "HeteroBatchNorm": lambda: gnn.HeteroBatchNorm(3, 2),
     "GPSConv": lambda: gnn.GPSConv(4, None),
     "HGTConv": lambda: gnn.HGTConv(3, 4, (["a"], [("a", "to", "a")])),
+    "RGCNConv": lambda: gnn.RGCNConv(3, 4, 2),
     "GATConv": lambda: gnn.GATConv(3, 4),
     "PerformerAttention": lambda: attention.PerformerAttention(4, 2),
     "PerformerProjection": lambda: attention.PerformerAttention(4, 2).fast_attn,

@@ -18,7 +18,7 @@ from shardpass.core.aggregation.execute import Later, Part, Push, Rows, execute
 from shardpass.core.aggregation.forward import counts
 from shardpass.core.aggregation.gradients import Gradients
 from shardpass.core.aggregation.scores import Piece, scores_of
-from shardpass.core.kernels import Outer, RowRun, SoftmaxState, by_destination, by_source, dropout_factors
+from shardpass.core.kernels import Outer, RowRun, SoftmaxState, by_destination, by_source, dropout_factors, shaped
 from shardpass.core.ranks import piece_seed
 from shardpass.core.sharding import EdgeShards, Shard, Transposes
 from shardpass.core.tracing import Attention
@@ -45,7 +45,7 @@ class _Softmax(Part):
         self.reads = call.structure.sources_of(list(attention.members))
 
     def add(self, number: int, shard: Shard, rows: Rows, into: Rows) -> None:
-        table = rows[self.attention.value].reshape(-1, self.attention.heads, self.width) if rows else self.values
+        table = shaped(rows[self.attention.value], (self.attention.heads, self.width)) if rows else self.values
         for run in by_destination(shard, self.most):
             kept = _kept(self.call, self.attention, number, run, self.values)
             self.scores.accumulate(self.state, Piece(shard, run, rows, table, kept))
@@ -53,17 +53,13 @@ class _Softmax(Part):
     def result(self) -> ForwardResult:
         """What forward found."""
         call, attention, state = self.call, self.attention, self.state
-        total, isolated = state.total.add_(attention.eps), call.isolated().unsqueeze(-1)
+        total, isolated = state.total.add_(attention.eps), call.isolated()
         # Scores of -inf alone give 0 / 0, as their softmax does. A device waits for nothing here.
         divisor = total.masked_fill(state.top == float("-inf"), float("nan")).masked_fill_(isolated, 1)
         out = state.out.div_(divisor.unsqueeze(-1))
         result = ForwardResult(values=counts(call))
-        shapes = {k: (call.edges.num_dst, *call.structure.reductions[k].tail) for k in attention.members}
-        result.values |= {
-            attention.maximum: state.top.view(shapes[attention.maximum]),
-            attention.total: total.view(shapes[attention.total]),
-            attention.output: out.view(shapes[attention.output]),
-        }
+        found = {attention.maximum: state.top, attention.total: total, attention.output: out}
+        result.values |= {k: shaped(rows, call.structure.reductions[k].tail) for k, rows in found.items()}
         result.states = {attention.maximum: [state.top + total.log()]}
         return result
 
@@ -85,9 +81,10 @@ class AttentionAdjoint(Part):
         self.transposes = call.plan.comm.caches.of(Transposes)
 
     def add(self, number: int, shard: Shard, rows: Rows, into: Rows) -> Later:
-        table = rows[self.attention.value].reshape(-1, *self.grad.shape[1:]) if rows else self.grad[:0]
+        tail = self.grad.shape[1:]
+        table = shaped(rows[self.attention.value], tail) if rows else self.grad[:0]
         is_wanted = self.attention.value in into
-        target = into[self.attention.value].view_as(table) if is_wanted else torch.zeros_like(table)
+        target = shaped(into[self.attention.value], tail) if is_wanted else torch.zeros_like(table)
         lacks_dst = False
         for run in by_source(shard, self.transposes, self.most, self.one_by_one) if self.is_reached else ():
             self.gradients.ran = True
@@ -108,8 +105,9 @@ def gradient_and_delta(call: Call, attention: Attention, out: Tensor, gradients:
     if (gradients.reached - {attention.output}) & {*attention.members}:
         raise InternalError(f"{call.label}: the softmax inside is used outside it. Use Options(fuse_attention=False)")
     width = _numel(out) // attention.heads
-    grad = gradients.reductions[attention.output].to(out.dtype).reshape(-1, attention.heads, width).contiguous()
-    return grad, (grad * out.view_as(grad)).sum(-1)
+    tail = attention.heads, width
+    grad = shaped(gradients.reductions[attention.output].to(out.dtype), tail).contiguous()
+    return grad, (grad * shaped(out, tail)).sum(-1)
 
 
 def dropout_of_edges(edges: EdgeShards, seed: int, like: Tensor, p: float) -> Tensor:
@@ -129,7 +127,7 @@ def dropout_of_edges(edges: EdgeShards, seed: int, like: Tensor, p: float) -> Te
 
 
 def _numel(tensor: Tensor) -> int:
-    return tensor.new_empty((1, *tensor.shape[1:])).numel()
+    return tensor.shape[1:].numel()
 
 
 def chunk_edges(call: Call, attention: Attention, operands: Operands, in_one_loop: bool) -> int:

@@ -78,7 +78,8 @@ class _ShardedCall(torch.autograd.Function):
         _add_gradients(call, operands, results, found)
         of_inputs = [*(found.found(key) for key in call.keys), *found.captures]
         needed = ctx.needs_input_grad[2:]
-        return (None, torch.zeros_like(token), *(g if need else None for g, need in zip(of_inputs, needed)))
+        zero = torch.zeros_like(token) if grads[-1] is None else grads[-1]
+        return (None, zero, *(g if need else None for g, need in zip(of_inputs, needed)))
 
 
 def _add_gradients(call: Call, operands: Operands, results: ForwardResult, into: Gradients) -> None:
@@ -105,7 +106,8 @@ def _save(
     inputs = tensors
     if not call.reads_sources_again:  # then their shapes will do
         count = sum(key.side == "src" for key in call.keys)
-        inputs = (*(t.new_empty(()).expand(t.shape) for t in tensors[:count]), *tensors[count:])
+        shapes = (t.new_empty_strided(t.shape, [0] * t.dim()) for t in tensors[:count])
+        inputs = (*shapes, *tensors[count:])
     values, states = needed_values(call)
     parts = {k: result.states[k] for k in states}
     many = [*parts.values(), *operands.kept.values()]

@@ -14,7 +14,15 @@ from shardpass.core.aggregation.out_edges import OutEdges
 from shardpass.core.exchange import HaloPlan, WalkId, fetch_blocks
 from shardpass.core.kernels import EdgeRun, gather_rows
 from shardpass.core.ranks import ParameterCopies, is_differentiable, ordinary_tensors, piece_seed, replayed
-from shardpass.core.sharding import Chunk, CopyStreams, EdgeShards, Shard, StreamedShards, to_device
+from shardpass.core.sharding import (
+    Chunk,
+    CopyStreams,
+    EdgeShards,
+    Shard,
+    StreamedShards,
+    smallest_index_dtype,
+    to_device,
+)
 from shardpass.core.tracing import Inputs, Key, Program, Sides, State, Structure
 
 
@@ -57,10 +65,11 @@ class EdgePiece(NamedTuple):
         return cls(run.src_rows, run.dst_rows, slice(0, shard.num_dst), shard.places(run.positions))
 
 
-class Isolated:
-    """The destinations of one edge list that have no in-edge, once they were asked for."""
+class Degrees:
+    """The in-degrees of own nodes in one edge list, and which of them are 0, once they were asked for."""
 
-    rows: Tensor | None = None
+    of_nodes: Tensor | None = None
+    isolated: Tensor | None = None
 
 
 @dataclass
@@ -144,22 +153,26 @@ class Call:
         return self.plan.options.mode != "sar" and self.pull is None and wanted
 
     def degrees(self) -> Tensor:
-        """In-degree of each own node, ``[num_dst]`` int64, on the device of node rows."""
-        found = self.edges.degrees()
+        """In-degree of each own node, ``[num_dst]`` integers, on the device of node rows."""
+        kept = self.plan.comm.caches.of(Degrees, self.edges)
+        if kept.of_nodes is None:
+            with ordinary_tensors():
+                kept.of_nodes = self.edges.degrees().to(smallest_index_dtype(self.edges.num_edges))
+        found = kept.of_nodes
         return found if self.streamed_to is None else to_device(found, self.streamed_to)
 
     def isolated(self) -> Tensor:
-        """Which own nodes have no in-edge, ``[num_dst]`` bool, on the device of node rows."""
-        kept = self.plan.comm.caches.of(Isolated, self.edges)
-        if kept.rows is None:
+        """Which own nodes have no in-edge, ``[num_dst, 1]`` bool, on the device of node rows."""
+        kept = self.plan.comm.caches.of(Degrees, self.edges)
+        if kept.isolated is None:
             with ordinary_tensors():
-                kept.rows = self.edges.degrees() == 0
-        found = kept.rows
+                kept.isolated = (self.edges.degrees() == 0).unsqueeze(-1)
+        found = kept.isolated
         return found if self.streamed_to is None else to_device(found, self.streamed_to)
 
     def operands(self, tensors: Sequence[Tensor]) -> Operands:
         """The inputs of the autograd function, detached: those of `keys`, then the captures."""
-        detached = [t.detach() for t in tensors]
+        detached = [t.detach() if t.requires_grad else t for t in tensors]
         own = Sides.of(zip(self.keys, detached))
         src = {name: own.src[canonical] for name, canonical in self.canonical.items()}
         return Operands(src, own.dst, own.edge, captures=detached[len(self.keys) :])
@@ -200,7 +213,7 @@ class Call:
     def chunk_edges(self, operands: Operands) -> int:
         """How many edges are processed at a time, so that a temporary stays within ``options.chunk_bytes``."""
         tensors = [*operands.src.values(), *operands.dst.values(), *operands.edge.values()]
-        widths = [t.itemsize * max(1, t[:0].new_empty((1, *t.shape[1:])).numel()) for t in tensors]
+        widths = [t.itemsize * t.shape[1:].numel() for t in tensors]
         tails = [torch.Size(r.tail).numel() * r.dtype.itemsize for r in self.structure.reductions]
         return max(1, self.plan.options.chunk_bytes // max([*widths, *tails, 1]))
 

@@ -1,8 +1,8 @@
 """Sums over in-edges of tensors that never change, kept between epochs: the features that enter the first layer.
 
-A kept sum belongs to the very tensors it was computed from, at the version and with the content they had; a checksum
-of the content is the only trace that writes through ``.data`` or numpy leave. All ranks decide together, for every
-call, whether kept sums are used: a rank that has to compute its sum needs the others to send.
+A kept sum belongs to the very tensors it was computed from, at the version and with the content they had (see
+`core/ranks/same_tensors.py`). All ranks decide together, for every call, whether kept sums are used: a rank that has to
+compute its sum needs the others to send.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shardpass.core.ranks import torch_private
+from shardpass.core.ranks import checksum, torch_private
 from shardpass.core.sharding import EdgeShards
 from shardpass.core.tracing import Key, Program, Structure
 
@@ -42,7 +42,7 @@ class _Kept:
                 known() is mine[key] and version == torch_private.version_of(mine[key])
                 for key, known, version in self.inputs
             )
-            and (not self.values or self.contents == [_checksum(tensor) for tensor in mine.values()])
+            and (not self.values or self.contents == [checksum(tensor) for tensor in mine.values()])
         )
 
     def is_lost(self) -> bool:
@@ -75,7 +75,7 @@ class ConstantSums:
                 self._kept.append(_Kept(inputs, weakref.ref(edges), structure.describe()))
             return
         kept.values, kept.versions = values, [torch_private.version_of(value) for value in values.values()]
-        kept.contents = [_checksum(tensor) for tensor in _inputs(program).values()]
+        kept.contents = [checksum(tensor) for tensor in _inputs(program).values()]
         filled = [one for one in self._kept if one.values]
         if len(filled) > MOST_KEPT:
             self._kept.remove(filled[0])
@@ -105,19 +105,3 @@ def is_constant(program: Program, structure: Structure) -> bool:
 
 def _inputs(program: Program) -> dict[Key, Tensor]:
     return dict(program.inputs.items())
-
-
-def _checksum(tensor: Tensor) -> int:
-    """A number that depends on every element and on its row and column. Reads the tensor once or twice."""
-    if tensor.numel() == 0:
-        return 0
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    table = tensor.detach().reshape(tensor.size(0), -1).contiguous()
-    whole_words = table.size(1) * table.itemsize % 8 == 0 and table.storage_offset() * table.itemsize % 8 == 0
-    table = table.view(torch.int64 if whole_words else kinds[tensor.itemsize])  # sums of int64 make no copy
-    found = 0
-    for dim in (0, 1):
-        sums = table.sum(dim, dtype=torch.int64)
-        places = torch.arange(1, sums.numel() + 1, device=sums.device) * 0x5851F42D4C957F2D
-        found = found * 31 + int((sums * places).sum())
-    return found

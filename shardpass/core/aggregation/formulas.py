@@ -25,6 +25,7 @@ from shardpass.core.kernels import (
     cut_edges,
     handles_formulas,
 )
+from shardpass.core.ranks import ordinary_tensors
 from shardpass.core.sharding import Shard, Transposes
 from shardpass.core.tracing import REDUCERS, Extremum, Key, Leaf, State, rescale
 
@@ -84,7 +85,7 @@ class FormulaStage(Part):
         self.tables, self.states = _Tables(call, operands, result.values), result.states
         self.leaders = {k: leader for k in members if (leader := reductions[k].leader) is not None}
         ops, dtype = {k: reductions[k].op for k in members}, reductions[members[0]].dtype
-        self.reads, self.most = call.structure.sources_of(members), _most_edges(call)
+        self.reads, self.most, self.edges = call.structure.sources_of(members), _most_edges(call), _Edges(call)
         leading = [k for k in members if k not in self.leaders]
         self.first, self.after = (
             FormulaLoop(formula.only(part), self.tables.constant, ops, dtype) for part in (leading, list(self.leaders))
@@ -100,7 +101,7 @@ class FormulaStage(Part):
         low, high = run.bounds.low, run.bounds.high
         tops = {leader: self.states[leader][0][low:high] for leader in self.leaders.values()}
         before = {leader: top.clone() for leader, top in tops.items()}
-        edges = _edges_of(shard, run, low)
+        edges = self.edges.of(shard, run, low)
 
         def rows(leaf: Leaf) -> Tensor:
             if leaf.kind == "reduced" and leaf.number in tops:
@@ -141,6 +142,7 @@ class FormulaAdjoints(Part):
         self.own = {leaf: self._zeros(leaf) for leaf in self._outputs() if leaf.kind in ("reduced", "outside")}
         self.reads = self.returns = call.structure.sources_of(members)
         self.most, self.transposes, self.has_run = _most_edges(call), call.plan.comm.caches.of(Transposes), False
+        self.edges = _Edges(call)
         of_src = [leaf for leaf in self._outputs() if leaf.kind == "src" and torch.get_num_threads() > 1]
         of_dst = [leaf for leaf in self._outputs() if leaf not in of_src]
         self.reads_edges = any(leaf.kind == "edge" for leaf in self.formula.only(of_src).leaves)
@@ -173,10 +175,10 @@ class FormulaAdjoints(Part):
         target = partial(self._target, into)
         if self.by_dst is not None:
             for run in by_destination(shard, self.most):
-                self.by_dst.run(_edges_of(shard, run), self.tables.rows, target)
+                self.by_dst.run(self.edges.of(shard, run), self.tables.rows, target)
         if self.by_src is not None:
             for run in by_source(shard, self.transposes, self.most, self.reads_edges):
-                self.by_src.run(_edges_of(shard, run, is_by_source=True), self.tables.rows, target)
+                self.by_src.run(self.edges.of(shard, run, is_by_source=True), self.tables.rows, target)
         self.has_run |= shard.num_edges > 0 and bool(self.gradients.reached.intersection(self.members))
 
     def finish(self) -> None:
@@ -210,10 +212,30 @@ def _most_edges(call: Call) -> int:
     return max(1, call.plan.options.chunk_bytes // _BYTES_PER_EDGE) * torch.get_num_threads()
 
 
-def _edges_of(shard: Shard, run: RowRun, first_dst: int = 0, is_by_source: bool = False) -> FormulaEdges:
-    """The edges of a run, whose destinations are counted from `first_dst`."""
+class _KeptEdges(dict[tuple[int, bool, bool, int], FormulaEdges]):
+    """The edges of one shard in the forms in which formulas have read them."""
+
+
+class _Edges:
+    """Gives runs of edges the form in which formulas read them. It is kept of a list that fits one run."""
+
+    def __init__(self, call: Call) -> None:
+        self._caches, self._are_few = call.plan.comm.caches, call.edges.num_edges <= _most_edges(call)
+
+    def of(self, shard: Shard, run: RowRun, first_dst: int = 0, is_by_source: bool = False) -> FormulaEdges:
+        """The edges of a run, whose destinations are counted from `first_dst`."""
+        key = first_dst, is_by_source, run.positions is None, torch.get_num_threads()
+        kept = self._caches.of(_KeptEdges, shard) if self._are_few else {}
+        if key not in kept:
+            with ordinary_tensors():
+                kept[key] = _edges_of(shard, run, first_dst, is_by_source)
+        return kept[key]
+
+
+def _edges_of(shard: Shard, run: RowRun, first_dst: int, is_by_source: bool) -> FormulaEdges:
     src_rows, dst_rows = run.ends(is_by_source)
-    places = None if run.positions is None else shard.places(run.positions)
+    places: slice | Tensor = src_rows if run.positions is None else shard.places(run.positions)
     if isinstance(places, slice):
         places = torch.arange(places.start, places.stop)
-    return FormulaEdges(src_rows, dst_rows - first_dst, places, cut_edges(run))
+    rows = [one.to(torch.int64) for one in (src_rows, dst_rows - first_dst, places)]
+    return FormulaEdges(torch.stack(rows), cut_edges(run))

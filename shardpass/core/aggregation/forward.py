@@ -9,7 +9,7 @@ from shardpass.core.aggregation.call import Call, EdgePiece, ForwardResult, Oper
 from shardpass.core.aggregation.execute import Part, Push, Rows, execute
 from shardpass.core.aggregation.formulas import FormulaStage, is_by_formula
 from shardpass.core.aggregation.rerun import run_again
-from shardpass.core.kernels import gather_extremum, gather_sum, take_extremum
+from shardpass.core.kernels import gather_extremum, gather_sum, shaped, take_extremum
 from shardpass.core.sharding import HOST, Chunk, Shard
 from shardpass.core.tracing import KERNEL_FORMS, REDUCERS, Base, State, StopPass, accumulator_dtype, rescale
 from shardpass.errors import DivergenceError
@@ -48,19 +48,21 @@ def counts(call: Call) -> dict[int, Tensor]:
     found = {}
     for k, reduction in enumerate(call.structure.reductions):
         if reduction.form == "ones":
-            degrees = call.degrees().to(reduction.dtype)
-            found[k] = degrees.view(-1, *[1] * len(reduction.tail)).expand(-1, *reduction.tail).contiguous()
+            degrees = shaped(call.degrees().to(reduction.dtype, copy=True), [1] * len(reduction.tail))
+            is_wide = any(width != 1 for width in reduction.tail)
+            found[k] = degrees.expand(-1, *reduction.tail).contiguous() if is_wide else degrees
     return found
 
 
 def _start_states(call: Call, members: list[int], by_kernels: bool, result: ForwardResult) -> None:
     for k in members:
         reduction = call.structure.reductions[k]
-        like = torch.empty(0, dtype=reduction.dtype, device=call.plan.comm.device)
+        device = call.plan.comm.device
         if by_kernels and reduction.op == "sum":  # the first block writes it
             shape = (call.edges.num_dst, *reduction.tail)
-            result.states[k] = [like.new_empty(shape, dtype=accumulator_dtype(reduction.dtype))]
+            result.states[k] = [torch.empty(shape, dtype=accumulator_dtype(reduction.dtype), device=device)]
         else:
+            like = torch.empty(0, dtype=reduction.dtype, device=device)
             result.states[k] = REDUCERS[reduction.op].init(call.edges.num_dst, reduction.tail, like)
 
 

@@ -55,5 +55,6 @@ def transformed_first(
         reduction = replace(reduction, differentiable=True)
     reductions = list(structure.reductions)
     reductions[k] = replace(reduction, tail=(out_channels,))
-    narrow = replace(structure, reductions=tuple(reductions), message=message[:, :out_channels])
+    message = message if out_channels == in_channels else message[:, :out_channels]
+    narrow = replace(structure, reductions=tuple(reductions), message=message)
     return replace(program, src={**program.src, name: F.linear(rows, weight)}), narrow, gradients

@@ -71,7 +71,7 @@ def _build(
     none = torch.zeros(0, dtype=torch.int64, device=comm.device)
     send_rows = [none if q == rank else _ends(edges, q) for q in range(comm.size)]
     schedule = Schedule.ring(counts, plan.options.block_rows)
-    reverse = HaloPlan.over(comm, plan.options, schedule, plan.num_dst, plan.num_own_src, send_rows)
+    reverse = HaloPlan.over(comm, plan.options, schedule, edges.num_dst, plan.num_own_src, send_rows)
     index = smallest_index_dtype(max(map(max, counts)))
     parts: list[list[Tensor]] = [[none.to(index)] for _ in range(comm.size)]
     moves = schedule.transfers(rank)
@@ -117,7 +117,7 @@ def _leaving(plan: HaloPlan, edges: EdgeShards, ends: Tensor, move: Transfer) ->
 
 def _own_shard(shard: Shard, plan: HaloPlan) -> Shard:
     indptr, columns, _ = plan.comm.caches.of(Transposes).of(shard)
-    return Shard(Block(plan.comm.rank, 0, plan.num_dst), indptr, columns, slice(0, 0))
+    return Shard(Block(plan.comm.rank, 0, shard.num_dst), indptr, columns, slice(0, 0))
 
 
 def _shard(block: Block, num_rows: int, rows: Tensor, degrees: Tensor, columns: Tensor) -> Shard:

@@ -19,6 +19,7 @@ from shardpass.core.kernels import (
     accumulate,
     adjoint,
     fused,
+    shaped,
 )
 from shardpass.core.sharding import Shard
 from shardpass.core.tracing import Attention, Base, Key, MixedScore, Score, StopPass
@@ -81,7 +82,7 @@ class _ClosedForm:
         width = of_dst.shape[1:].numel() // attention.heads
         self.in_one_loop = fused.handles(operands.src[attention.value], operands.src[score.source], of_dst, mix)
         self.score, self.tail, self.key = score, (attention.heads, width), Key("dst", score.destination)
-        self.of_dst = of_dst.reshape(-1, *self.tail).contiguous()
+        self.of_dst = shaped(of_dst, self.tail).contiguous()
         self.mix_shape = torch.Size() if mix is None else mix.shape
         self.mix = None if mix is None else mix.reshape(self.tail).contiguous()
 
@@ -97,11 +98,11 @@ class _ClosedForm:
         return lacks_dst and self.key in gradients
 
     def adjoint_of_dst(self, piece: Piece, outer: Outer, gradients: Gradients) -> None:
-        to_dst = gradients.touch(self.key).view_as(self.of_dst)
+        to_dst = shaped(gradients.touch(self.key), self.tail)
         fused.adjoint_of_dst(piece.run, self._of(piece), piece.values, outer, to_dst)
 
     def _of(self, piece: Piece) -> ClosedScores:
-        of_source = piece.rows[self.score.source].reshape(-1, *self.tail).contiguous()
+        of_source = shaped(piece.rows[self.score.source], self.tail).contiguous()
         return ClosedScores(self.score, of_source, self.of_dst, self.mix, piece.kept)
 
     def _targets(self, of: ClosedScores, into: Rows, gradients: Gradients) -> ScoreGradients:
@@ -109,7 +110,7 @@ class _ClosedForm:
         source = into[score.source] if score.source in into else torch.zeros_like(of.of_source)
         target = gradients.touch(self.key) if self.key in gradients else torch.zeros_like(self.of_dst)
         grad_mix = None if self.mix is None else torch.zeros_like(self.mix)
-        return ScoreGradients(source.view_as(of.of_source), target.view_as(self.of_dst), grad_mix)
+        return ScoreGradients(shaped(source, self.tail), shaped(target, self.tail), grad_mix)
 
 
 class _FromMessages:

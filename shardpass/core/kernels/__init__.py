@@ -13,7 +13,7 @@ from shardpass.core.kernels.dropout import dropout_factors
 from shardpass.core.kernels.extremum import gather_extremum, gather_extremum_transposed, shares_of_edges, take_extremum
 from shardpass.core.kernels.formula import FormulaEdges, FormulaLoop, handles_formulas
 from shardpass.core.kernels.optional import optional_module
-from shardpass.core.kernels.rows import gather_rows, scatter_rows
+from shardpass.core.kernels.rows import gather_rows, scatter_rows, shaped
 from shardpass.core.kernels.runs import (
     ClosedScores,
     EdgeRun,
@@ -51,6 +51,7 @@ __all__ = [
     "handles_formulas",
     "optional_module",
     "scatter_rows",
+    "shaped",
     "shares_of_edges",
     "take_extremum",
 ]

@@ -25,7 +25,7 @@ _WIDE_BYTES, _FEW_EDGES, _MANY = 512, 8, 1 << 12
 def handles(rows: Tensor) -> bool:
     """Whether these kernels take rows of this device, dtype and shape."""
     kind = rows.dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-    return rows.device.type == "cpu" and kind and rows.dim() >= 2 and rows[0:1].numel() > 0 and rows.size(0) > 0
+    return rows.device.type == "cpu" and kind and rows.dim() >= 2 and rows.numel() > 0
 
 
 def _add_straight(out: Tensor, indptr: Tensor, columns: Tensor, rows: Tensor, fresh: bool) -> bool:
@@ -41,30 +41,34 @@ def _add_straight(out: Tensor, indptr: Tensor, columns: Tensor, rows: Tensor, fr
 
 
 def _accumulate(out: Tensor, indptr: Tensor, columns: Tensor, rows: Tensor, weight: Tensor | None, fresh: bool) -> None:
-    table, target = rows.flatten(1).contiguous(), out.view(out.size(0), -1)
+    table, target = rows.flatten(1).contiguous(), out if out.dim() == 2 else out.view(out.size(0), -1)
     if weight is None and _add_straight(target, indptr, columns, table, fresh):
         return
     weight = None if weight is None else weight.to(table.dtype)
     most = max(1, CHUNK_BYTES // max(1, target.size(1) * table.itemsize))
-    cuts = [0, *(indptr[most:-1:most].tolist() if most < target.size(0) else ()), columns.numel()]
+    if most >= target.size(0):
+        found = _bag_sums(columns, table, indptr, weight)
+        target.copy_(found) if fresh else target.add_(found)
+        return
+    cuts = [0, *indptr[most:-1:most].tolist(), columns.numel()]
     for first, start, stop in zip(range(0, target.size(0), most), cuts, cuts[1:]):
         last = min(first + most, target.size(0))
         if start == stop:
             if fresh:
                 target[first:last] = 0
             continue
-        found = torch.nn.functional.embedding_bag(
-            columns[start:stop],
-            table,
-            indptr[first : last + 1] - start,
-            mode="sum",
-            include_last_offset=True,
-            per_sample_weights=None if weight is None else weight[start:stop],
-        )
+        some = None if weight is None else weight[start:stop]
+        found = _bag_sums(columns[start:stop], table, indptr[first : last + 1] - start, some)
         if fresh:
             target[first:last] = found
         else:
             target[first:last] += found
+
+
+def _bag_sums(columns: Tensor, table: Tensor, indptr: Tensor, weight: Tensor | None) -> Tensor:
+    return torch.nn.functional.embedding_bag(
+        columns, table, indptr, mode="sum", include_last_offset=True, per_sample_weights=weight
+    )
 
 
 def gather_sum(out: Tensor, shard: Shard, rows: Tensor, weight: Tensor | None, fresh: bool = False) -> None:

@@ -20,14 +20,12 @@ class FormulaEdges(NamedTuple):
     """Some edges.
 
     Args:
-        src_rows, dst_rows: the row that each edge has in tensors of sources, and of destinations, ``[E]``.
-        edge_rows: the same for edge tensors, or `None` if the formula reads none.
+        rows: the row that each edge has in tensors of sources, of destinations, and of edges, ``[3, E]`` int64. Where
+            the formula reads no edge tensor, the last may be anything.
         cuts: ``(first, last)`` edge of each thread. No two of them may write to the same row.
     """
 
-    src_rows: Tensor
-    dst_rows: Tensor
-    edge_rows: Tensor | None
+    rows: Tensor
     cuts: list[tuple[int, int]]
 
 
@@ -68,7 +66,7 @@ class FormulaLoop:
             into: gives what an output is added to, contiguous: the state of the reduction, or the gradient of the leaf.
                 That of an ``outside`` leaf has a row for each thread.
         """
-        if edges.src_rows.numel() == 0 or not self._outputs:
+        if edges.rows.numel() == 0 or not self._outputs:
             return
         loads, fixed, constants, steps, stores = self._program
         tables = _padded([_flat(read(leaf).detach().contiguous()) for leaf in self._leaves], constants)
@@ -76,8 +74,7 @@ class FormulaLoop:
         sums = _padded([_flat(state[0]) for state in states], constants)
         no_ties = torch.empty(0, 0, dtype=torch.int32)  # of a sum
         ties = _padded([_flat([*state, no_ties][1]) for state in states], no_ties.numpy())
-        rows = (edges.src_rows, edges.dst_rows, edges.src_rows if edges.edge_rows is None else edges.edge_rows)
-        index = torch.stack([one.to(torch.int64) for one in rows]).numpy()
+        index = edges.rows.numpy()
 
         def work(thread: int, first: int, last: int) -> None:
             given = loads, tables, fixed, constants, steps, stores, sums, ties, index

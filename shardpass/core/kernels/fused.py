@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,9 +39,9 @@ def accumulate(state: SoftmaxState, run: RowRun, of: ClosedScores, values: Tenso
     values, triton = values.contiguous(), triton_for("attention", values)
     if triton is not None:
         return triton.accumulate_closed(state, run, of, values)
-    loops, (edges, kept, nothing) = attention_loops(), _arrays_of(run, of)
-    scored = _scored(of, of.of_source, of.of_dst, nothing)
     rows, into = values.numpy(), tuple(part.numpy() for part in state)
+    loops, (edges, kept, nothing) = attention_loops(), _arrays_of(run, of, rows)
+    scored = _scored(of, of.of_source, of.of_dst, nothing)
     in_threads(lambda low, high: loops.attend(edges, scored, rows, kept, low, high, into), cut_rows(run))
 
 
@@ -64,9 +65,9 @@ def adjoint(
     if triton is not None:
         triton.adjoint_closed(run, of, values, outer, grad_values, into)
         return True
-    loops, (edges, kept, nothing) = attention_loops(), _arrays_of(run, of)
-    scored = _scored(of, of.of_dst, of.of_source, nothing)
     rows, known = values.numpy(), tuple(part.numpy() for part in outer)
+    loops, (edges, kept, nothing) = attention_loops(), _arrays_of(run, of, rows)
+    scored = _scored(of, of.of_dst, of.of_source, nothing)
     # Several threads meet edges of one destination, so each has sums of its own, together no larger than the scores.
     most = 1 + run.columns.numel() * values.size(1) // max(1, of.of_dst.numel())
     ranges = cut_rows(run, most)
@@ -112,9 +113,9 @@ def _zeros_like(into: ScoreGradients) -> ScoreGradients:
     return ScoreGradients(into.of_source, torch.zeros_like(into.of_dst), mix)
 
 
-def _arrays_of(run: RowRun, of: ClosedScores) -> tuple[Any, Any, Any]:
-    """The edges and dropout factors as numpy arrays, and an empty array that stands for a missing tensor."""
-    nothing = of.of_source.new_empty((0, of.of_source.size(1))).numpy()
+def _arrays_of(run: RowRun, of: ClosedScores, rows: Any) -> tuple[Any, Any, Any]:
+    """The edges and dropout factors as numpy arrays, and an empty array, like `rows`, for a missing tensor."""
+    nothing = np.empty((0, of.of_source.size(1)), rows.dtype)
     edges = run.indptr.numpy(), run.columns.numpy(), run.bounds.start, run.bounds.stop
     return edges, nothing if of.kept is None else of.kept.numpy(), nothing
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,11 @@ from shardpass.core.kernels.cpu_loops import COMPILED_LOOPS, numba_loops_for
 from shardpass.core.ranks import torch_private
 
 _FEW_THREADS = 2  # with more of them, torch's own parallel gather is faster than one thread that prefetches
+
+
+def shaped(tensor: Tensor, tail: Sequence[int]) -> Tensor:
+    """`tensor` with rows of the shape `tail`: itself if it has them, or a view where there can be one."""
+    return tensor if tensor.shape[1:] == tuple(tail) else tensor.reshape(-1, *tail)
 
 
 def gather_rows(rows: Tensor, index: Tensor) -> Tensor:

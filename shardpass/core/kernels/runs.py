@@ -151,7 +151,7 @@ def by_destination(shard: Shard, most: int) -> Iterator[RowRun]:
     """The edges of a shard in its own order, `most` at a time."""
     for chunk in shard.chunks(most):
         span = slice(chunk.start, chunk.stop)
-        yield RowRun(shard.indptr, chunk, shard.src_rows[span], span)
+        yield RowRun(shard.indptr, chunk, _part(shard.src_rows, span), span)
 
 
 def by_source(shard: Shard, transposes: Transposes, most: int, one_by_one: bool) -> Iterator[RowRun]:
@@ -162,4 +162,8 @@ def by_source(shard: Shard, transposes: Transposes, most: int, one_by_one: bool)
     positions = order if one_by_one else None
     for chunk in cut(indptr, shard.num_edges, most):
         span = slice(chunk.start, chunk.stop)
-        yield RowRun(indptr, chunk, dst_rows[span], None if positions is None else positions[span])
+        yield RowRun(indptr, chunk, _part(dst_rows, span), None if positions is None else _part(positions, span))
+
+
+def _part(rows: Tensor, span: slice) -> Tensor:
+    return rows if span.stop - span.start == rows.size(0) else rows[span]

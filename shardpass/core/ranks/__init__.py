@@ -66,6 +66,7 @@ from shardpass.core.ranks.rows import (
     loops_first,
     plain_of,
 )
+from shardpass.core.ranks.same_tensors import Known, checksum
 from shardpass.core.ranks.schema import COUNT, mismatch
 from shardpass.core.ranks.tensor_blocks import Blocks, TensorInfo, bytes_of, header_of, write_blocks
 from shardpass.core.ranks.units import (
@@ -89,6 +90,7 @@ __all__ = [
     "Gives",
     "HoldsEdges",
     "KeptCalls",
+    "Known",
     "Mode",
     "OnRanks",
     "Options",
@@ -107,6 +109,7 @@ __all__ = [
     "bytes_of",
     "bytes_text",
     "chained",
+    "checksum",
     "decorrelate",
     "derive_seed",
     "describe",

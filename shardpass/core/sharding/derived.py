@@ -24,7 +24,7 @@ _SHORT = 1 << 18  # edges
 _LONG = 1 << 21  # edges; self-loops in a shard of their own save 8 bytes of each, and cost 5 % of the time of a call
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Derivation:
     """An edge list as what was done to another one.
 
@@ -120,9 +120,11 @@ class KnownLists(Generic[Value]):
 
     def find(self, edges: Tensor | Derivation) -> Value | None:
         """The value for a list equal to `edges` ``[2, num_edges]``, or None."""
+        found = next((place for place, (known, _) in enumerate(self._known) if known is edges), None)
         for position, (known, value) in enumerate(self._known):
-            if _same(known, edges):
-                self._known.append(self._known.pop(position))
+            if position == found or (found is None and _same(known, edges)):
+                del self._known[position]  # the same object is found without comparing
+                self._known.append((edges if isinstance(edges, Derivation) else known, value))
                 return value
         return None
 

@@ -16,18 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardpass.core.ranks import Ranks, autograd_leaves, describe, unfollowed
+from shardpass.core.training.chosen_rows import chosen_rows
 from shardpass.core.training.masked_rows import (
     check_logits,
     check_mask,
-    check_targets,
-    class_weights,
     ignored,
     kind_of_rows,
     no_nodes,
     row_numbers,
     select,
     sums_over_ranks,
-    without_ignored,
 )
 from shardpass.errors import RefusedError
 
@@ -67,16 +65,16 @@ def cross_entropy(
             that is not ignored.
         DivergenceError: on every rank, if dtypes, numbers of classes, weights of classes or `ignore_index` differ.
     """
-    problem = check_logits("cross_entropy", logits, y, mask) or _check_weight(weight, logits)
-    losses, denominator = torch.zeros(0), 0.0
-    if problem is None:
-        rows, targets = without_ignored(select(logits, mask), select(y, mask, logits.device), ignore_index)
-        problem = check_targets(targets, logits.shape[1], "cross_entropy")
-    if problem is None:
-        losses, denominator = _row_losses(rows, targets, weight, label_smoothing)
-    weights = "" if weight is None or problem else class_weights(weight)
-    kind = kind_of_rows(logits, mask) + ignored(ignore_index) + weights
-    return _global_mean("cross_entropy", losses, denominator, problem, comm, kind, row_numbers(mask, y))
+    problem = check_logits("cross_entropy", logits, y, None) or _check_weight(weight, logits)
+    if problem is not None:
+        kind = kind_of_rows(logits, mask) + ignored(ignore_index)
+        return _global_mean("cross_entropy", None, 0.0, problem, comm, kind, row_numbers(mask, y))
+    chosen = chosen_rows("cross_entropy", logits, y, mask, weight, ignore_index, comm)
+    losses = None
+    if chosen.problem is None:
+        losses = _row_losses(chosen.of(logits), chosen.of(y.to(logits.device)), weight, label_smoothing)
+    kind = kind_of_rows(logits, mask) + chosen.identity
+    return _global_mean("cross_entropy", losses, chosen.denominator, chosen.problem, comm, kind, chosen.checksum)
 
 
 @unfollowed(2, gives="whole")
@@ -156,24 +154,24 @@ def total(count: int | float | Tensor, comm: Ranks) -> int | float:
     return comm.all_reduce(value, "sum", "total").item()
 
 
-def _row_losses(rows: Tensor, targets: Tensor, weight: Tensor | None, label_smoothing: float) -> tuple[Tensor, float]:
-    """The weighted loss of each row, and the number by which torch divides their sum for the mean."""
-    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+def _row_losses(rows: Tensor, targets: Tensor, weight: Tensor | None, label_smoothing: float) -> Tensor:
+    """The weighted loss of each row."""
+    rows = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
     weight = None if weight is None else weight.to(rows)
     targets = targets.to(rows.dtype) if targets.is_floating_point() else targets.long()
-    losses = F.cross_entropy(rows, targets, weight, reduction="none", label_smoothing=label_smoothing)
-    if weight is None or targets.is_floating_point():
-        return losses, float(len(targets))
-    return losses, float(weight[targets].sum(dtype=torch.float64))
+    return F.cross_entropy(rows, targets, weight, reduction="none", label_smoothing=label_smoothing)
 
 
 class _Share(torch.autograd.Function):
-    """Forward: `value`. Backward: the gradient of ``own / denominator``. See [Note: global value, own gradient]."""
+    """Forward: `value`, or ``own / denominator`` if it is `None`. Backward: the gradient of the latter.
+
+    See [Note: global value, own gradient].
+    """
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, value: Tensor, denominator: float, comm: Ranks) -> Tensor:
+    def forward(ctx: Any, own: Tensor, value: Tensor | None, denominator: float, comm: Ranks) -> Tensor:
         ctx.denominator, ctx.comm = denominator, comm
-        return value.detach()
+        return own / denominator if value is None else value.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -181,18 +179,20 @@ class _Share(torch.autograd.Function):
 
 
 def _global_mean(
-    name: str, losses: Tensor, denominator: float, problem: str | None, comm: Ranks, identity: str, chosen: float
+    name: str, losses: Tensor | None, denominator: float, problem: str | None, comm: Ranks, identity: str, chosen: float
 ) -> Tensor:
-    """The sum of `losses` over the sum of `denominator`, both over ranks, in float64."""
-    own = losses.sum(dtype=torch.float64)
-    numerator, denominator, count = sums_over_ranks(
-        name, [float(own.detach()), denominator, float(losses.numel())], problem, comm, identity, chosen
-    )
+    """The sum of `losses` over the sum of `denominator`, both over ranks, in float64. `None` with a `problem`."""
+    losses = torch.zeros(0) if losses is None else losses
+    own, count, value = losses.sum(dtype=torch.float64), float(losses.numel()), None
+    if comm.size > 1 or problem is not None:  # one rank alone needs no number on the host, and waits for no device
+        values = [float(own.detach()), denominator, count]
+        numerator, denominator, count = sums_over_ranks(name, values, problem, comm, identity, chosen)
+        value = torch.full_like(own, numerator / denominator) if denominator else None
     if count == 0:
         raise ValueError(no_nodes(name))
     if denominator == 0:
         raise ValueError(f"{name}: the weights of the masked nodes add up to 0 on all ranks together")
-    return _Share.apply(own, torch.full_like(own, numerator / denominator), denominator, comm).to(losses.dtype)
+    return _Share.apply(own, value, denominator, comm).to(losses.dtype)
 
 
 def _rows_of(name: str, values: Tensor, mask: Tensor | None) -> tuple[Tensor, str | None]:

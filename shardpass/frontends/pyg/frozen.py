@@ -69,7 +69,8 @@ class Frozen:
         for key in sorted(stored):
             reason = f"{name}: `{key}`, set inside message(), is not available on a sharded graph: it would hold "
             remedy = "the last few edges only. Return it beside the message, as a tuple, and take both in aggregate()"
-            setattr(self._conv, key, Poison.make(reason + remedy))
+            if not isinstance(vars(self._conv).get(key), Poison):
+                setattr(self._conv, key, Poison.make(reason + remedy))
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         conv = self._conv

@@ -58,11 +58,11 @@ class LazyEdges(Lazy):
 
     @staticmethod
     def make(
-        name: str, arguments: Arguments, message: Callable[..., Tensor], compute: Callable[[], Tensor],
-        shards: EdgeShards,
+        nothing: Tensor, name: str, arguments: Arguments, message: Callable[..., Tensor],
+        compute: Callable[[], Tensor], shards: EdgeShards,
     ) -> Any:  # fmt: skip
-        """A stand-in for what `compute` returns; `message` returns the rows of some edges."""
-        out = torch.empty(0).as_subclass(LazyEdges)
+        """A stand-in for what `compute` returns, made on `nothing`; `message` returns the rows of some edges."""
+        out = nothing.as_subclass(LazyEdges)
         out.title, out.arguments, out.message, out._compute, out._value = name, arguments, message, compute, None
         out.shards, out.with_grad, out._drawn = shards, torch.is_grad_enabled(), False
         out.versions = _versions(arguments)
@@ -110,9 +110,13 @@ class LazySums(Lazy):
     """
 
     @staticmethod
-    def make(compute: Callable[..., Tensor]) -> Any:
-        """A stand-in for what ``compute()`` returns; ``compute(weight)`` returns ``F.linear`` of that."""
-        out = torch.empty(0).as_subclass(LazySums)
+    def make(nothing: Tensor, compute: Callable[..., Tensor]) -> Any:
+        """A stand-in for what ``compute()`` returns; ``compute(weight)`` returns ``F.linear`` of that.
+
+        Args:
+            nothing: a tensor without elements, on which it is made.
+        """
+        out = nothing.as_subclass(LazySums)
         out._compute, out._value = compute, None
         return out
 

@@ -36,6 +36,7 @@ ATTRIBUTES: dict[str, str] = {
     "num_batches_tracked",
     "GPSConv": "attn",
     "HGTConv": "edge_types edge_types_map",
+    "RGCNConv": "num_relations num_bases num_blocks out_channels weight comp root bias",
     "GATConv": "lin att_src att_dst heads out_channels negative_slope dropout bias",
     "PerformerAttention": "heads head_channels q k v fast_attn attn_out dropout",
     "PerformerProjection": "projection_matrix kernel",
@@ -60,6 +61,8 @@ METHODS: dict[str, frozenset[str]] = {
 """Methods that are replaced or called, by ``module:class``."""
 
 FUNCTIONS: dict[str, str] = {
+    "torch_geometric.nn.conv.gcn_conv": "gcn_norm",
+    "torch_geometric.typing": "WITH_SEGMM",
     "torch_geometric.nn.attention.performer": "generalized_kernel PerformerProjection",
     "torch_geometric.nn.models.sgformer": "SGModule",
     "torch_geometric.nn.models.autoencoder": "EPS MAX_LOGSTD",

@@ -49,6 +49,7 @@ class ShardedMessagePassing:
         self.conv, self.name = conv, name
         self._findings: dict[bool, Findings] = {}
         self._hooks: list[int] = []
+        self._nothing = torch.empty(0)
         self._others = frozenset([*vars(nn.Module()), "propagate", "edge_updater"])
         self._keeps_messages = "edge_index" in conv.inspector.get_param_dict("aggregate")
 
@@ -87,7 +88,7 @@ class ShardedMessagePassing:
             )  # fmt: skip
             return direction.from_edges(aggregate(program, direction.plan, direction.shards))
 
-        return LazyEdges.make(self.name, arguments, message, compute, direction.shards)  # type: ignore[no-any-return]
+        return LazyEdges.make(self._nothing, self.name, arguments, message, compute, direction.shards)  # type: ignore[no-any-return]
 
     def _propagate(self, edge_index: Any, _: Any, kwargs: dict[str, Any]) -> Tensor:
         layers = 1 if self.conv.explain else self.conv.decomposed_layers
@@ -133,7 +134,7 @@ class ShardedMessagePassing:
             frozen.poison(self.name, stored)
             return conv.update(out, **self._collected("update", edge_index, plan, kwargs))
 
-        return LazySums.make(compute) if self._is_mapped_next() else compute()
+        return LazySums.make(self._nothing, compute) if self._is_mapped_next() else compute()
 
     def _aggregated(self, program: Program, direction: Direction, weight: Tensor | None) -> Any:
         try:

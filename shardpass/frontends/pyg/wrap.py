@@ -26,6 +26,7 @@ from shardpass.core.wrapping import FollowedCalls, OutermostCall, make_outermost
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg.adjacency import refuse_sparse
 from shardpass.frontends.pyg.attention import distribute_attention
+from shardpass.frontends.pyg.derived_edges import find_edges_again
 from shardpass.frontends.pyg.functions import explained
 from shardpass.frontends.pyg.hetero import adapt_hetero, check_types, has_one_tensor_of_all_types
 from shardpass.frontends.pyg.lazy import Lazy
@@ -46,6 +47,7 @@ from shardpass.frontends.pyg.refusals import (
     refuse_unsupported,
     refuse_whole_tensors,
 )
+from shardpass.frontends.pyg.relations import join_relations
 
 
 def wrap(model: nn.Module, comm: Ranks, check: bool = True, checkpoint: Checkpoint = None) -> nn.Module:
@@ -83,6 +85,9 @@ def wrap(model: nn.Module, comm: Ranks, check: bool = True, checkpoint: Checkpoi
             _attach(module, name)
             check_arguments_of(module, _title(module, name))
         adapt_methods(module, comm)
+        if isinstance(module, MessagePassing):
+            find_edges_again(module)
+            join_relations(module)
     adapt_hetero(model, comm)
     sync_parameters(model, comm)
     decorrelate(comm)

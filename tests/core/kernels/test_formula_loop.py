@@ -45,7 +45,7 @@ def numbers(count, dtype, seed=0):
 def edges(index, num_threads=1, src_rows=None):
     src_rows = torch.arange(index.numel()) if src_rows is None else src_rows
     bounds = torch.linspace(0, index.numel(), num_threads + 1).long().tolist()
-    return FormulaEdges(src_rows, index, torch.arange(index.numel()), list(pairwise(bounds)))
+    return FormulaEdges(torch.stack([src_rows, index.long(), torch.arange(index.numel())]), list(pairwise(bounds)))
 
 
 def constant(leaf):
