@@ -1,4 +1,4 @@
-"""How much the parity tests run: by default three ranks, two modes and an assignment for each; the rest when long.
+"""How much the parity tests run: by default three ranks, and a mode and an assignment in turn; the rest when long.
 
 The tables of layers are made with `largest_error`.
 """
@@ -28,9 +28,6 @@ from shardpass.testing import (
 MODES = ("sar", "keep", "halo")
 EACH_MODE_ONCE = tuple((mode,) for mode in MODES)
 """Of `assert_exact_in`: every mode, and every assignment, but not each with each."""
-LATER = [pytest.param(ranks, True, marks=pytest.mark.long) for ranks in (1, 2, 3, 4)]
-SOME_OR_ALL = [pytest.param(3, False), *LATER]
-"""Of `ranks` and `every_mode`."""
 
 
 def _with_long(default: int, *others: int) -> list[Any]:
@@ -49,6 +46,22 @@ def one_each(names: Iterable[Any], others: Sequence[Any] = MODES) -> list[Any]:
         for i, name in enumerate(names)
         for k, other in enumerate(others)
     ]
+
+
+def in_turn(names: Iterable[str], modes: Sequence[str] = MODES, later: Iterable[int] = (1, 2, 3, 4)) -> list[Any]:
+    """Of `name`, `ranks` and `modes`, as `assert_exact_in` takes them.
+
+    By default a name has three ranks, one mode and one assignment, and the next name has others. The long tests have
+    all modes on all assignments of `later` ranks.
+    """
+    found = []
+    for i, name in enumerate(names):
+        one = *[()] * (i // len(modes) % 3), (modes[i % len(modes)],)
+        found.append(pytest.param(name, 3, one, id=f"{name}-3"))
+        found += [
+            pytest.param(name, n, (tuple(modes),) * 3, marks=pytest.mark.long, id=f"{name}-{n}-all") for n in later
+        ]
+    return found
 
 
 ONE_TO_FOUR = _with_long(3, 1, 2, 4)
@@ -85,21 +98,18 @@ def assert_case_exact(
     graph: WholeGraph | WholeHeteroGraph,
     wrap: Callable[..., nn.Module],
     ranks: int = 3,
-    every_mode: bool = True,
-    modes: tuple[str, ...] = MODES,
+    modes: Iterable[tuple[str, ...]] = (MODES,) * 3,
     **options: Any,
 ) -> None:
     """A case, which says how to make and how to call a model, is exact.
 
     Args:
-        every_mode: every one of `modes` on every assignment; or the first mode on the first one, and the last mode on
-            the second one.
+        modes: as in `assert_exact_in`.
         options: all but the mode.
     """
     make, call = case
     torch.manual_seed(0)
-    chosen = (modes,) * 3 if every_mode else ((modes[0],), (modes[-1],))
-    assert_exact_in(chosen, make().double(), graph, call, wrap, ranks, sp.Options(**options))
+    assert_exact_in(modes, make().double(), graph, call, wrap, ranks, sp.Options(**options))
 
 
 def largest_error(

@@ -24,9 +24,8 @@ from .dgl_parity import (  # noqa: F401
     float64,
     onto_nodes,
     own,
-    some_or_all,
 )
-from .how_much import EACH_MODE_ONCE
+from .how_much import EACH_MODE_ONCE, in_turn
 from .on_ranks import on_ranks, share
 
 SPREAD = assignments(GRAPH.num_nodes, 3, GRAPH.edge_index)["no edges"]
@@ -94,8 +93,7 @@ def binary(name, shapes):
 SAME = dict.fromkeys("uve", torch.Size([3]))
 
 
-@pytest.mark.parametrize(("ranks", "modes"), some_or_all(((), (), ("sar",))))
-@pytest.mark.parametrize("name", BINARY)
+@pytest.mark.parametrize(("name", "ranks", "modes"), in_turn(BINARY))
 def test_builtin_messages(name, ranks, modes):
     assert_dgl_exact(binary(name, SAME), ranks=ranks, modes=modes)
 

@@ -25,8 +25,8 @@ from shardpass.testing import (
 )
 
 from .dgl_cases import ZERO
-from .dgl_parity import BOUND, assert_dgl_exact, float64, some_or_all  # noqa: F401
-from .how_much import EACH_MODE_ONCE, assert_exact_in
+from .dgl_parity import BOUND, assert_dgl_exact, float64  # noqa: F401
+from .how_much import EACH_MODE_ONCE, assert_exact_in, in_turn
 
 _MADE = awkward_hetero_graph(channels=5, edge_channels=3)
 
@@ -252,8 +252,7 @@ def graph_of(name):
     return FULL if name.startswith(ON_FULL) else GRAPH
 
 
-@pytest.mark.parametrize(("ranks", "modes"), some_or_all())
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "ranks", "modes"), in_turn(CASES))
 def test_several_types_equal_the_whole_graph(name, ranks, modes):
     make, call = CASES[name]
     torch.manual_seed(0)

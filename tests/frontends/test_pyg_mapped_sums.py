@@ -13,7 +13,7 @@ from torch_geometric.nn import GraphConv, SAGEConv
 import shardpass as sp
 from shardpass.testing import awkward_graph
 
-from .how_much import SOME_OR_ALL, assert_case_exact
+from .how_much import assert_case_exact, in_turn
 from .on_ranks import on_ranks, share
 from .pyg_cases import GRAPH
 
@@ -60,10 +60,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("ranks", "every_mode"), SOME_OR_ALL)
-@pytest.mark.parametrize("name", CASES)
-def test_equals_the_whole_graph(name, ranks, every_mode):
-    assert_case_exact(CASES[name], GRAPH, sp.pyg.wrap, ranks, every_mode, block_rows=3)
+@pytest.mark.parametrize(("name", "ranks", "modes"), in_turn(CASES))
+def test_equals_the_whole_graph(name, ranks, modes):
+    assert_case_exact(CASES[name], GRAPH, sp.pyg.wrap, ranks, modes, block_rows=3)
 
 
 def bytes_of(layer, needs_grad=True, hook=None, **options):
