@@ -48,16 +48,22 @@ def one_each(names: Iterable[Any], others: Sequence[Any] = MODES) -> list[Any]:
     ]
 
 
-def in_turn(names: Iterable[str], modes: Sequence[str] = MODES, later: Iterable[int] = (1, 2, 3, 4)) -> list[Any]:
+def in_turn(
+    names: Iterable[Any],
+    modes: Sequence[str] = MODES,
+    later: Iterable[int] = (1, 2, 3, 4),
+    only: Iterable[str] | None = None,
+) -> list[Any]:
     """Of `name`, `ranks` and `modes`, as `assert_exact_in` takes them.
 
-    By default a name has three ranks, one mode and one assignment, and the next name has others. The long tests have
-    all modes on all assignments of `later` ranks.
+    By default a name, of `only` these if they are given, has three ranks, one mode and one assignment, and the next
+    name has others. The long tests have all modes on all assignments of `later` ranks.
     """
     found = []
     for i, name in enumerate(names):
-        one = *[()] * (i // len(modes) % 3), (modes[i % len(modes)],)
-        found.append(pytest.param(name, 3, one, id=f"{name}-3"))
+        if only is None or name in only:
+            one = *[()] * (i // len(modes) % 3), (modes[i % len(modes)],)
+            found.append(pytest.param(name, 3, one, id=f"{name}-3"))
         found += [
             pytest.param(name, n, (tuple(modes),) * 3, marks=pytest.mark.long, id=f"{name}-{n}-all") for n in later
         ]
