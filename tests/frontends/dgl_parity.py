@@ -16,7 +16,7 @@ from shardpass.frontends.dgl.graph import ShardedDGLGraph
 from shardpass.testing import WholeGraph, awkward_graph
 from shardpass.testing.parity import Caller
 
-from .how_much import assert_exact_in
+from .how_much import ONE_PART_EMPTY, assert_exact_in
 
 Inputs = dict[str, Tensor]
 Call = Callable[[nn.Module, Any, Inputs], Tensor]
@@ -88,9 +88,6 @@ def onto_nodes(rows: Tensor, g: Any) -> Tensor:
     if is_sharded:
         g.comm.note_result(out)
     return out
-
-
-ONE_PART_EMPTY = ((), ("sar",))
 
 
 def assert_dgl_exact(

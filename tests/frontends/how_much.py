@@ -28,6 +28,8 @@ from shardpass.testing import (
 MODES = ("sar", "keep", "halo")
 EACH_MODE_ONCE = tuple((mode,) for mode in MODES)
 """Of `assert_exact_in`: every mode, and every assignment, but not each with each."""
+ONE_PART_EMPTY = ((), ("sar",))
+"""Of `assert_exact_in`: one run, in which a rank has no nodes if there are several."""
 
 
 def _with_long(default: int, *others: int) -> list[Any]:
@@ -84,12 +86,18 @@ def assert_exact_in(
     options: sp.Options | None = None,
     **bounds: Any,
 ) -> None:
-    """As `assert_exact`, on the first, second, ... assignment of owners in the first, second, ... of `modes`."""
-    for (name, owner), several in zip(owners_of(graph, ranks).items(), modes):
+    """As `assert_exact`, on the first, second, ... assignment of owners in the first, second, ... of `modes`.
+
+    The last assignment, which for one rank is the only one, takes all that are left of `modes`.
+    """
+    owned = [*owners_of(graph, ranks).items()]
+    chosen: dict[int, dict[str, None]] = {}
+    for i, several in enumerate(modes):
+        chosen.setdefault(min(i, len(owned) - 1), {}).update(dict.fromkeys(several))
+    for i, several in chosen.items():
         if several:
-            assert_exact(
-                model, graph, call, wrap, ranks=ranks, modes=several, owners={name: owner}, options=options, **bounds
-            )
+            owners = dict(owned[i : i + 1])
+            assert_exact(model, graph, call, wrap, ranks=ranks, modes=several, owners=owners, options=options, **bounds)
 
 
 def owners_of(graph: WholeGraph | WholeHeteroGraph, ranks: int) -> Mapping[str, Any]:
