@@ -96,7 +96,7 @@ def assert_dgl_exact(
     ranks: int = 3,
     modes: tuple[tuple[str, ...], ...] = ONE_PART_EMPTY,
     bound: float = BOUND,
-    chunk_bytes: int = 512,
+    chunk_bytes: int = 1000,
 ) -> None:
     """A case is exact on the first, second, ... assignment of owners in the first, second, ... of `modes`.
 

@@ -36,7 +36,7 @@ def _with_long(default: int, *others: int) -> list[Any]:
     return [default, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in others)]
 
 
-def some_by_default(names: Iterable[str], *default: str) -> list[Any]:
+def some_by_default(names: Iterable[Any], *default: Any) -> list[Any]:
     """`names`, of which all but `default` are with the long tests."""
     return [name if name in default else pytest.param(name, marks=pytest.mark.long) for name in names]
 

@@ -116,7 +116,7 @@ def test_graph_of_one_direction_equals_the_whole_graph(name, ranks, modes):
     make, call = CASES[name]
     torch.manual_seed(0)
     graph = REACHED if name == "EGATConv" else GRAPH
-    assert_exact_in(modes, make().double(), graph, call, sp.dgl.wrap, ranks, sp.Options(chunk_bytes=512))
+    assert_exact_in(modes, make().double(), graph, call, sp.dgl.wrap, ranks, sp.Options(chunk_bytes=1000))
 
 
 def test_what_a_graph_of_one_direction_says_of_itself():

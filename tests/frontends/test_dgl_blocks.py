@@ -101,7 +101,7 @@ def test_blocks_give_what_dgls_blocks_give(name, ranks, modes):
 
     def work(comm, owners, mode):
         wrapped = sp.dgl.wrap(copy.deepcopy(model), comm)
-        graph = sp.dgl.graph(shard_in_memory(GRAPH, owners, comm, sp.Options(mode=mode, chunk_bytes=512)))
+        graph = sp.dgl.graph(shard_in_memory(GRAPH, owners, comm, sp.Options(mode=mode, chunk_bytes=1000)))
         own = graph.ndata["x"].clone().requires_grad_()
         graph.ndata["x"] = own
         blocks = graph.mfgs(WANTED[graph.ndata[dgl.NID]], 2)

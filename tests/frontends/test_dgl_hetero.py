@@ -263,7 +263,7 @@ def graph_of(name):
 def test_several_types_equal_the_whole_graph(name, ranks, modes):
     make, call = CASES[name]
     torch.manual_seed(0)
-    assert_exact_in(modes, make().double(), graph_of(name), call, sp.dgl.wrap, ranks, sp.Options(chunk_bytes=512))
+    assert_exact_in(modes, make().double(), graph_of(name), call, sp.dgl.wrap, ranks, sp.Options(chunk_bytes=1000))
 
 
 def homogeneous():
@@ -330,7 +330,7 @@ def test_typed_blocks_give_what_dgls_give(ranks):
 
     def work(comm, owners):
         wrapped = sp.dgl.wrap(copy.deepcopy(model), comm)
-        g = sp.dgl.graph(shard_hetero_in_memory(GRAPH, owners, comm, sp.Options(chunk_bytes=512)))
+        g = sp.dgl.graph(shard_hetero_in_memory(GRAPH, owners, comm, sp.Options(chunk_bytes=1000)))
         own = {kind: g.nodes[kind].data["x"].clone().requires_grad_() for kind in g.ntypes}
         ids = {kind: g.nodes[kind].data[dgl.NID] for kind in g.ntypes}
         for kind, rows in own.items():

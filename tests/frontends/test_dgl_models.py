@@ -133,7 +133,7 @@ TYPED = {
 def test_example_of_several_types_equals_the_whole_graph(name, ranks, modes):
     make, call = TYPED[name]
     torch.manual_seed(0)
-    assert_exact_in(modes, make().double(), FULL, call, sp.dgl.wrap, ranks, sp.Options(chunk_bytes=512))
+    assert_exact_in(modes, make().double(), FULL, call, sp.dgl.wrap, ranks, sp.Options(chunk_bytes=1000))
 
 
 @pytest.mark.parametrize("name", ["ogbn-arxiv GAT", "ogbn-proteins GAT"])

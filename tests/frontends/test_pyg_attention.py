@@ -73,6 +73,7 @@ CASES = {
     "PolynormerAttention": lambda: Dense(PolynormerAttention(5, 2, 4, qk_shared=True)),
 }
 NO_BATCH = [name for name in CASES if name not in ("SGFormer", "Polynormer local", "Polynormer global")]
+SOME_NO_BATCH = ("GPSConv performer", "GPSConv multihead", "SGFormerAttention")
 
 
 def globally(model):
@@ -101,9 +102,7 @@ def test_attention_with_the_batch_of_the_graph(name, ranks):
 
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    "name", some_by_default(NO_BATCH, "GPSConv performer", "GPSConv multihead", "SGFormerAttention")
-)
+@pytest.mark.parametrize("name", some_by_default(NO_BATCH, *SOME_NO_BATCH))
 def test_attention_without_batch(name, ranks):
     assert_attention_exact(name, ranks, without_batch)
 

@@ -26,8 +26,8 @@ CITES, WRITES, BY = METADATA[1][:3]
 @pytest.mark.parametrize(("name", "ranks", "modes"), in_turn(LAYERS))
 def test_layer_equals_the_whole_graph(name, ranks, modes):
     # few edges per chunk and, on three ranks, few rows per fetch: every boundary is crossed
-    block_rows = 3 if ranks == 3 else None
-    assert_case_exact(LAYERS[name], GRAPH, sp.pyg.wrap, ranks, modes, chunk_bytes=700, block_rows=block_rows)
+    block_rows = 6 if ranks == 3 else None
+    assert_case_exact(LAYERS[name], GRAPH, sp.pyg.wrap, ranks, modes, chunk_bytes=1200, block_rows=block_rows)
 
 
 @pytest.mark.parametrize(("name", "ranks", "modes"), in_turn(MODELS))

@@ -30,15 +30,15 @@ from shardpass.testing import (
 
 from .conv_cases import CONVS, ELSEWHERE, KERNEL, MORE_CONVS, ONE_PASS_SOFTMAX, ONE_SHOT, SORTED
 from .example_models import EXAMPLES
-from .how_much import MODES, assert_case_exact, in_turn
+from .how_much import MODES, ONE_PART_EMPTY, assert_case_exact, in_turn
 from .pyg_cases import GRAPH, LAYERS, MODELS, GatedConv
 
 
 @pytest.mark.parametrize(("name", "ranks", "modes"), in_turn(LAYERS))
 def test_layer_equals_the_whole_graph(name, ranks, modes):
     # few edges per chunk and, on three ranks, few rows per fetch: every boundary is crossed
-    block_rows = 3 if ranks == 3 else None
-    assert_case_exact(LAYERS[name], GRAPH, sp.pyg.wrap, ranks, modes, chunk_bytes=700, block_rows=block_rows)
+    block_rows = 6 if ranks == 3 else None
+    assert_case_exact(LAYERS[name], GRAPH, sp.pyg.wrap, ranks, modes, chunk_bytes=1200, block_rows=block_rows)
 
 
 @pytest.mark.parametrize(("name", "ranks", "modes"), in_turn(MODELS))
@@ -48,7 +48,7 @@ def test_model_equals_the_whole_graph(name, ranks, modes):
 
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_prefetch_does_not_matter(prefetch):
-    assert_case_exact(LAYERS["GATConv"], GRAPH, sp.pyg.wrap, 4, modes=("sar",), prefetch=prefetch, block_rows=2)
+    assert_case_exact(LAYERS["GATConv"], GRAPH, sp.pyg.wrap, 4, ONE_PART_EMPTY, prefetch=prefetch, block_rows=2)
 
 
 @st.composite
@@ -97,12 +97,12 @@ def test_example_equals_the_whole_graph(name, ranks, modes):
 
 @pytest.mark.parametrize(("name", "ranks", "modes"), in_turn(MORE_CONVS))
 def test_conv_equals_the_whole_graph(name, ranks, modes):
-    assert_case_exact(MORE_CONVS[name], GRAPH, sp.pyg.wrap, ranks, modes, chunk_bytes=700)
+    assert_case_exact(MORE_CONVS[name], GRAPH, sp.pyg.wrap, ranks, modes, chunk_bytes=1200)
 
 
 @pytest.mark.parametrize(("name", "ranks", "modes"), in_turn(ONE_SHOT, ("halo",)))
 def test_layers_that_see_whole_neighbourhoods(name, ranks, modes):
-    assert_case_exact(ONE_SHOT[name], SORTED, sp.pyg.wrap, ranks, modes, chunk_bytes=700)
+    assert_case_exact(ONE_SHOT[name], SORTED, sp.pyg.wrap, ranks, modes, chunk_bytes=1200)
 
 
 MEMBERS = ("node", "in", "hyperedge")
@@ -243,7 +243,7 @@ def call(model, inputs, graph):
 @pytest.mark.parametrize(("kind", "ranks", "modes"), in_turn(KINDS))
 def test_a_mean_by_scatter_reduce_equals_the_whole_graph(kind, ranks, modes):
     case, block_rows = (lambda: KINDS[kind](kind), call), 3 if ranks == 3 else None
-    assert_case_exact(case, GRAPH, sp.pyg.wrap, ranks, modes, chunk_bytes=700, block_rows=block_rows)
+    assert_case_exact(case, GRAPH, sp.pyg.wrap, ranks, modes, chunk_bytes=1200, block_rows=block_rows)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind] is MeanConv])
