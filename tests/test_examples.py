@@ -122,7 +122,10 @@ DGL_EXAMPLES = {
     ("launcher", "ranks"),
     [("python", 1), pytest.param("torchrun", 2, marks=[pytest.mark.processes, pytest.mark.long])],
 )
-@pytest.mark.parametrize("name", DGL_EXAMPLES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] * (name in ("dgl_appnp", "dgl_sign"))) for name in DGL_EXAMPLES],
+)
 def test_dgl(name: str, launcher: str, ranks: int, folder: Path) -> None:
     pytest.importorskip("dgl")
     arguments = [str(ACM), "paper"] if name == "dgl_rgcn" else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,7 +16,7 @@ from shardpass.frontends.dgl.graph import ShardedDGLGraph
 from shardpass.testing import WholeGraph, awkward_graph
 from shardpass.testing.parity import Caller
 
-from .how_much import MODES, assert_exact_in
+from .how_much import ONE_PART_EMPTY, assert_exact_in
 
 Inputs = dict[str, Tensor]
 Call = Callable[[nn.Module, Any, Inputs], Tensor]
@@ -90,22 +90,13 @@ def onto_nodes(rows: Tensor, g: Any) -> Tensor:
     return out
 
 
-EVERY_MODE = (MODES,) * 3
-MODE_EACH = (("sar",), ("halo",))
-
-
-def some_or_all(modes: tuple[tuple[str, ...], ...] = MODE_EACH, later: Iterable[int] = (1, 2, 3, 4)) -> list[Any]:
-    """Of `ranks` and `modes`: three ranks in `modes` by default, and `later` in every mode with the long tests."""
-    return [pytest.param(3, modes), *(pytest.param(n, EVERY_MODE, marks=pytest.mark.long) for n in later)]
-
-
 def assert_dgl_exact(
     case: Case,
     graph: WholeGraph = GRAPH,
     ranks: int = 3,
-    modes: tuple[tuple[str, ...], ...] = MODE_EACH,
+    modes: tuple[tuple[str, ...], ...] = ONE_PART_EMPTY,
     bound: float = BOUND,
-    chunk_bytes: int = 512,
+    chunk_bytes: int = 1000,
 ) -> None:
     """A case is exact on the first, second, ... assignment of owners in the first, second, ... of `modes`.
 

@@ -1,4 +1,4 @@
-"""How much the parity tests run: by default three ranks, two modes and an assignment for each; the rest when long.
+"""How much the parity tests run: by default three ranks, and a mode and an assignment in turn; the rest when long.
 
 The tables of layers are made with `largest_error`.
 """
@@ -28,16 +28,15 @@ from shardpass.testing import (
 MODES = ("sar", "keep", "halo")
 EACH_MODE_ONCE = tuple((mode,) for mode in MODES)
 """Of `assert_exact_in`: every mode, and every assignment, but not each with each."""
-LATER = [pytest.param(ranks, True, marks=pytest.mark.long) for ranks in (1, 2, 3, 4)]
-SOME_OR_ALL = [pytest.param(3, False), *LATER]
-"""Of `ranks` and `every_mode`."""
+ONE_PART_EMPTY = ((), ("sar",))
+"""Of `assert_exact_in`: one run, in which a rank has no nodes if there are several."""
 
 
 def _with_long(default: int, *others: int) -> list[Any]:
     return [default, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in others)]
 
 
-def some_by_default(names: Iterable[str], *default: str) -> list[Any]:
+def some_by_default(names: Iterable[Any], *default: Any) -> list[Any]:
     """`names`, of which all but `default` are with the long tests."""
     return [name if name in default else pytest.param(name, marks=pytest.mark.long) for name in names]
 
@@ -49,6 +48,28 @@ def one_each(names: Iterable[Any], others: Sequence[Any] = MODES) -> list[Any]:
         for i, name in enumerate(names)
         for k, other in enumerate(others)
     ]
+
+
+def in_turn(
+    names: Iterable[Any],
+    modes: Sequence[str] = MODES,
+    later: Iterable[int] = (1, 2, 3, 4),
+    only: Iterable[str] | None = None,
+) -> list[Any]:
+    """Of `name`, `ranks` and `modes`, as `assert_exact_in` takes them.
+
+    By default a name, of `only` these if they are given, has three ranks, one mode and one assignment, and the next
+    name has others. The long tests have all modes on all assignments of `later` ranks.
+    """
+    found = []
+    for i, name in enumerate(names):
+        if only is None or name in only:
+            one = *[()] * (i // len(modes) % 3), (modes[i % len(modes)],)
+            found.append(pytest.param(name, 3, one, id=f"{name}-3"))
+        found += [
+            pytest.param(name, n, (tuple(modes),) * 3, marks=pytest.mark.long, id=f"{name}-{n}-all") for n in later
+        ]
+    return found
 
 
 ONE_TO_FOUR = _with_long(3, 1, 2, 4)
@@ -65,12 +86,18 @@ def assert_exact_in(
     options: sp.Options | None = None,
     **bounds: Any,
 ) -> None:
-    """As `assert_exact`, on the first, second, ... assignment of owners in the first, second, ... of `modes`."""
-    for (name, owner), several in zip(owners_of(graph, ranks).items(), modes):
+    """As `assert_exact`, on the first, second, ... assignment of owners in the first, second, ... of `modes`.
+
+    The last assignment, which for one rank is the only one, takes all that are left of `modes`.
+    """
+    owned = [*owners_of(graph, ranks).items()]
+    chosen: dict[int, dict[str, None]] = {}
+    for i, several in enumerate(modes):
+        chosen.setdefault(min(i, len(owned) - 1), {}).update(dict.fromkeys(several))
+    for i, several in chosen.items():
         if several:
-            assert_exact(
-                model, graph, call, wrap, ranks=ranks, modes=several, owners={name: owner}, options=options, **bounds
-            )
+            owners = dict(owned[i : i + 1])
+            assert_exact(model, graph, call, wrap, ranks=ranks, modes=several, owners=owners, options=options, **bounds)
 
 
 def owners_of(graph: WholeGraph | WholeHeteroGraph, ranks: int) -> Mapping[str, Any]:
@@ -85,21 +112,18 @@ def assert_case_exact(
     graph: WholeGraph | WholeHeteroGraph,
     wrap: Callable[..., nn.Module],
     ranks: int = 3,
-    every_mode: bool = True,
-    modes: tuple[str, ...] = MODES,
+    modes: Iterable[tuple[str, ...]] = (MODES,) * 3,
     **options: Any,
 ) -> None:
     """A case, which says how to make and how to call a model, is exact.
 
     Args:
-        every_mode: every one of `modes` on every assignment; or the first mode on the first one, and the last mode on
-            the second one.
+        modes: as in `assert_exact_in`.
         options: all but the mode.
     """
     make, call = case
     torch.manual_seed(0)
-    chosen = (modes,) * 3 if every_mode else ((modes[0],), (modes[-1],))
-    assert_exact_in(chosen, make().double(), graph, call, wrap, ranks, sp.Options(**options))
+    assert_exact_in(modes, make().double(), graph, call, wrap, ranks, sp.Options(**options))
 
 
 def largest_error(

@@ -24,6 +24,7 @@ import linecache
 import re
 import sys
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -153,7 +154,7 @@ class Case:
         """Whether the statements are all of the model after its first layer."""
         return any(line.startswith("return") for line in self.lines.get("code", []))
 
-    @property
+    @cached_property
     def source(self) -> str:
         lines = {place: list(self.lines.get(place, [])) for place in ("top", "made", "code")}
         if "message" in self.lines:

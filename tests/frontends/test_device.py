@@ -11,66 +11,90 @@ from torch_geometric.nn.models import GraphSAGE
 import shardpass as sp
 from shardpass.testing.run import run
 
-from .device_callers import data, different_of_pyg
+from .device_callers import data as script_data
+from .device_callers import different_of_pyg
+from .device_everything import everything
 from .device_program import CASES as MODELS
-from .device_program import SOME, compare, train_on_both, whole_graph
+from .device_program import compare, train_on_both, whole_graph
 from .fake_device import NAME
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU of CUDA")]
-LATER = [(3, "sar"), (3, "keep"), (3, "halo"), (1, "sar")]
 CASES = [
-    pytest.param(NAME, 3, "sar", SOME),
-    *(pytest.param(NAME, *case, tuple(MODELS), marks=pytest.mark.long) for case in LATER),
-    *(pytest.param("cuda", *case, tuple(MODELS), marks=GPU) for case in ((1, "sar"), (2, "sar"), (2, "halo"))),
+    *(pytest.param(NAME, 3, mode, marks=pytest.mark.long) for mode in ("sar", "keep", "halo")),
+    pytest.param(NAME, 1, "sar", marks=pytest.mark.long),
+    *(pytest.param("cuda", *case, marks=GPU) for case in ((1, "sar"), (2, "sar"), (2, "halo"))),
 ]
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("kind", "ranks", "mode", "names"), CASES)
-def test_models_equal_the_whole_graph_and_no_rows_go_over_the_host(tmp_path, kind, ranks, mode, names):
-    sp.partition(whole_graph(), tmp_path / "store", ranks, "random")
-    for errors, copies in run(compare, ranks, "processes", args=(kind, str(tmp_path / "store"), mode, names)):
-        assert {name: error for name, error in errors.items() if not error < 1e-10} == {}
-        assert copies == []
+def test_two_ranks_on_the_fake_device(tmp_path):
+    """Some cases of each test below, of models and of a script, by processes that are started once."""
+    sp.partition(whole_graph(), tmp_path / "store", 2, "random")
+    sp.partition(script_data(), tmp_path / "script", 3, "random")
+    trained_data(tmp_path / "train", 2)
+    for compared, both, pyg, dgl in run(everything, 2, "processes", args=(str(tmp_path),)):
+        assert_compared(*compared)
+        assert_alike(*both)
+        assert (pyg, dgl) == ({}, {})
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("kind", "ranks"), [(NAME, 2), pytest.param("cuda", 2, marks=GPU)])
-def test_a_run_is_that_of_cpus(tmp_path, kind, ranks):
+@pytest.mark.parametrize(("kind", "ranks", "mode"), CASES)
+def test_models_equal_the_whole_graph_and_no_rows_go_over_the_host(tmp_path, kind, ranks, mode):
+    sp.partition(whole_graph(), tmp_path / "store", ranks, "random")
+    for found in run(compare, ranks, "processes", args=(kind, str(tmp_path / "store"), mode, tuple(MODELS))):
+        assert_compared(*found)
+
+
+def assert_compared(errors, copies):
+    assert {name: error for name, error in errors.items() if not error < 1e-10} == {}
+    assert copies == []
+
+
+def trained_data(path, ranks):
     torch.manual_seed(0)
     x, edge_index = torch.randn(60, 6, dtype=torch.float64), torch.randint(0, 60, (2, 240))
     data = Data(x=x, edge_index=edge_index, y=torch.randint(0, 3, (60,)), train_mask=torch.rand(60) < 0.7)
-    sp.partition(data, tmp_path / "store", ranks, "random")
-    for on_cpu, on_device in run(
-        train_on_both, ranks, "processes", args=(kind, str(tmp_path / "store"), str(tmp_path))
-    ):
-        for name, expected in on_cpu.items():
-            torch.testing.assert_close(on_device[name], expected, rtol=1e-10, atol=1e-10, msg=name)
+    sp.partition(data, path, ranks, "random")
 
 
-EVERY = pytest.param(NAME, 3, 1, {}, marks=pytest.mark.long)
-STREAMED = [pytest.param(NAME, ranks, 1, {"stream_structure": True}, marks=pytest.mark.long) for ranks in (1, 2)]
-CUDA = [pytest.param("cuda", *case, marks=GPU) for case in ((1, 1, {}), (2, 1, {}), (2, 1, {"mode": "keep"}))]
+def assert_alike(on_cpu, on_device):
+    for name, expected in on_cpu.items():
+        torch.testing.assert_close(on_device[name], expected, rtol=1e-10, atol=1e-10, msg=name)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("kind", "ranks"), [pytest.param("cuda", 2, marks=GPU)])
+def test_a_run_is_that_of_cpus(tmp_path, kind, ranks):
+    trained_data(tmp_path / "store", ranks)
+    for both in run(train_on_both, ranks, "processes", args=(kind, str(tmp_path / "store"), str(tmp_path))):
+        assert_alike(*both)
+
+
+EVERY = [(NAME, 1, {}), (NAME, 3, {}), (NAME, 1, {"stream_structure": True}), (NAME, 2, {"stream_structure": True})]
+CUDA = [("cuda", 1, {}), ("cuda", 2, {}), ("cuda", 2, {"mode": "keep"})]
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("kind", "ranks", "step", "options"), [(NAME, 1, 1, {}), (NAME, 2, 3, {}), EVERY, *STREAMED, *CUDA]
+    ("kind", "ranks", "options"),
+    [*(pytest.param(*case, marks=pytest.mark.long) for case in EVERY), *(pytest.param(*c, marks=GPU) for c in CUDA)],
 )
-def test_any_tensor_of_a_script_gives_what_it_gives_on_cpus(tmp_path, kind, ranks, step, options):
-    sp.partition(data(), tmp_path / "store", 3, "random")
-    args = kind, str(tmp_path / "store"), sp.Options(**options), step
+def test_any_tensor_of_a_script_gives_what_it_gives_on_cpus(tmp_path, kind, ranks, options):
+    sp.partition(script_data(), tmp_path / "store", 3, "random")
+    args = kind, str(tmp_path / "store"), sp.Options(**options), 1
     assert run(different_of_pyg, ranks, "processes", args=args) == [{}] * ranks
 
 
+@pytest.mark.long
 @pytest.mark.processes
-@pytest.mark.parametrize(("ranks", "step"), [(1, 1), (2, 3), pytest.param(3, 1, marks=pytest.mark.long)])
-def test_any_tensor_of_a_script_of_dgl_gives_what_it_gives_on_cpus(tmp_path, ranks, step):
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_any_tensor_of_a_script_of_dgl_gives_what_it_gives_on_cpus(tmp_path, ranks):
     pytest.importorskip("dgl")
     from .device_callers_dgl import different_of_dgl
 
-    sp.partition(data(), tmp_path / "store", 3, "random")
-    args = NAME, str(tmp_path / "store"), sp.Options(), step
+    sp.partition(script_data(), tmp_path / "store", 3, "random")
+    args = NAME, str(tmp_path / "store"), sp.Options(), 1
     assert run(different_of_dgl, ranks, "processes", args=args) == [{}] * ranks
 
 

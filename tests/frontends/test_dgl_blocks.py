@@ -16,8 +16,8 @@ import shardpass as sp
 from shardpass.testing import assignments, cotangent, run, shard_in_memory
 
 from .dgl_cases import ZERO
-from .dgl_parity import GRAPH, float64, some_or_all  # noqa: F401
-from .how_much import EACH_MODE_ONCE, ONE_TO_FOUR
+from .dgl_parity import GRAPH, float64  # noqa: F401
+from .how_much import ONE_TO_FOUR, in_turn
 from .test_dgl_graph import sharded
 
 WANTED = torch.zeros(GRAPH.num_nodes, dtype=torch.bool)
@@ -87,8 +87,7 @@ def whole_blocks(wanted, num_layers):
     return blocks
 
 
-@pytest.mark.parametrize(("ranks", "modes"), some_or_all(EACH_MODE_ONCE))
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "ranks", "modes"), in_turn(MODELS))
 def test_blocks_give_what_dgls_blocks_give(name, ranks, modes):
     torch.manual_seed(0)
     model = MODELS[name]().double()
@@ -102,7 +101,7 @@ def test_blocks_give_what_dgls_blocks_give(name, ranks, modes):
 
     def work(comm, owners, mode):
         wrapped = sp.dgl.wrap(copy.deepcopy(model), comm)
-        graph = sp.dgl.graph(shard_in_memory(GRAPH, owners, comm, sp.Options(mode=mode, chunk_bytes=512)))
+        graph = sp.dgl.graph(shard_in_memory(GRAPH, owners, comm, sp.Options(mode=mode, chunk_bytes=1000)))
         own = graph.ndata["x"].clone().requires_grad_()
         graph.ndata["x"] = own
         blocks = graph.mfgs(WANTED[graph.ndata[dgl.NID]], 2)

@@ -24,15 +24,17 @@ from .dgl_parity import (  # noqa: F401
     float64,
     onto_nodes,
     own,
-    some_or_all,
 )
-from .how_much import EACH_MODE_ONCE
+from .how_much import EACH_MODE_ONCE, in_turn, one_each
 from .on_ranks import on_ranks, share
 
 SPREAD = assignments(GRAPH.num_nodes, 3, GRAPH.edge_index)["no edges"]
 REDUCERS = (fn.sum, fn.mean, fn.max, fn.min)
 SIDES = [("u", "v"), ("v", "u"), ("u", "e"), ("e", "u"), ("v", "e"), ("e", "v")]
 BINARY = {f"{a}_{op}_{b}": getattr(fn, f"{a}_{op}_{b}") for op in ("add", "sub", "mul", "div", "dot") for a, b in SIDES}
+SOME_BINARY = (
+    "u_add_v e_add_u v_sub_e u_sub_v u_mul_e e_mul_v v_div_u e_div_v u_dot_v e_dot_u".split()
+)  # each once or twice
 
 
 class Model(nn.Module):
@@ -94,8 +96,7 @@ def binary(name, shapes):
 SAME = dict.fromkeys("uve", torch.Size([3]))
 
 
-@pytest.mark.parametrize(("ranks", "modes"), some_or_all(((), (), ("sar",))))
-@pytest.mark.parametrize("name", BINARY)
+@pytest.mark.parametrize(("name", "ranks", "modes"), in_turn(BINARY, only=SOME_BINARY))
 def test_builtin_messages(name, ranks, modes):
     assert_dgl_exact(binary(name, SAME), ranks=ranks, modes=modes)
 
@@ -114,8 +115,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", ["u_mul_e", "e_sub_v", "v_div_u"])
-@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize(("shapes", "name"), one_each(SHAPES, ["u_mul_e", "e_sub_v", "v_div_u"]))
 def test_broadcasting(shapes, name):
     sizes = {side: torch.Size(shape) for side, shape in SHAPES[shapes].items()}
     assert_dgl_exact(binary(name, sizes), modes=((), ("sar",), ()))

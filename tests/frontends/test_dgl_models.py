@@ -18,8 +18,8 @@ from shardpass.testing import assignments, run, shard_hetero_in_memory, shard_in
 
 from . import dgl_attention_models as attention
 from . import dgl_models as models
-from .dgl_parity import LOOPED, NUM_EDGES, assert_dgl_exact, edges, float64, some_or_all  # noqa: F401
-from .how_much import assert_exact_in
+from .dgl_parity import LOOPED, NUM_EDGES, assert_dgl_exact, edges, float64  # noqa: F401
+from .how_much import assert_exact_in, in_turn
 from .on_ranks import on_ranks
 from .test_dgl_hetero import ETYPES, FULL, typed_graph
 
@@ -103,8 +103,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("ranks", "modes"), some_or_all(((), ("sar",)), (1, 3)))  # where one part is empty
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "ranks", "modes"), in_turn(CASES, later=(1, 3)))
 def test_example_equals_the_whole_graph(name, ranks, modes):
     assert_dgl_exact(CASES[name], LOOPED, ranks, modes)
 
@@ -130,12 +129,11 @@ TYPED = {
 }
 
 
-@pytest.mark.parametrize("name", TYPED)
-@pytest.mark.parametrize(("ranks", "modes"), some_or_all((("sar",),), (1,)))
+@pytest.mark.parametrize(("name", "ranks", "modes"), in_turn(TYPED, later=(1,)))
 def test_example_of_several_types_equals_the_whole_graph(name, ranks, modes):
     make, call = TYPED[name]
     torch.manual_seed(0)
-    assert_exact_in(modes, make().double(), FULL, call, sp.dgl.wrap, ranks, sp.Options(chunk_bytes=512))
+    assert_exact_in(modes, make().double(), FULL, call, sp.dgl.wrap, ranks, sp.Options(chunk_bytes=1000))
 
 
 @pytest.mark.parametrize("name", ["ogbn-arxiv GAT", "ogbn-proteins GAT"])

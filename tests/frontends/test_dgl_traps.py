@@ -51,7 +51,7 @@ def test_what_runs_whole_but_not_in_pieces_is_refused(comm):
 
 def test_random_numbers_in_messages_are_the_same_in_backward_on_threads():
     def work(comm):
-        g = sp.dgl.graph(share(comm, sp.Options(chunk_bytes=512)))
+        g = sp.dgl.graph(share(comm, sp.Options(chunk_bytes=1000)))
         x = g.ndata["x"].clone().requires_grad_()
         g.ndata["h"] = x
 

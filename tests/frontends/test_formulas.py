@@ -21,9 +21,9 @@ import torch_geometric.nn as gnn
 import shardpass as sp
 from shardpass.core.aggregation import formulas
 from shardpass.core.kernels import FormulaLoop
-from shardpass.testing import WholeGraph, assert_exact, awkward_graph, run, shard_in_memory
+from shardpass.testing import WholeGraph, awkward_graph, run, shard_in_memory
 
-from .how_much import assert_exact_in
+from .how_much import ONE_PART_EMPTY, assert_exact_in, in_turn
 from .on_ranks import on_ranks
 
 WIDTH = 6
@@ -107,8 +107,8 @@ def _call(model: nn.Module, fields: dict[str, Tensor], edges: Any) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_equals_the_whole_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "ranks", "modes"), in_turn(LAYERS, ("sar", "keep"), later=(1, 3)))
+def test_equals_the_whole_graph(name: str, ranks: int, modes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     runs, original = [], FormulaLoop.run
 
     def noted(self: FormulaLoop, *args: Any) -> None:
@@ -118,8 +118,7 @@ def test_equals_the_whole_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(FormulaLoop, "run", noted)
     torch.manual_seed(0)
     model = LAYERS[name]()
-    assert_exact(model, GRAPH, _call, sp.pyg.wrap, ranks=1, modes=("keep",))
-    assert_exact_in((("sar",), ("keep",), ("sar",)), model, GRAPH, _call, sp.pyg.wrap, 3)
+    assert_exact_in(modes, model, GRAPH, _call, sp.pyg.wrap, ranks)
     assert bool(runs) == (name not in NOT_BY_FORMULA)
 
 
@@ -127,14 +126,14 @@ def test_equals_the_whole_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("name", ["GENConv(learn_t)", "PNAConv", "parameters", "largest", "of edges alone"])
 def test_several_threads(name: str) -> None:
     torch.manual_seed(0)
-    assert_exact(LAYERS[name](), GRAPH, _call, sp.pyg.wrap, ranks=2, modes=("sar",))
+    assert_exact_in(ONE_PART_EMPTY, LAYERS[name](), GRAPH, _call, sp.pyg.wrap, 2)
 
 
 def test_chunks_of_a_few_edges() -> None:
     torch.manual_seed(0)
     options = sp.Options(chunk_bytes=100)
     for name in ("GENConv(learn_t)", "PNAConv", "largest"):
-        assert_exact(LAYERS[name](), GRAPH, _call, sp.pyg.wrap, ranks=(1, 2), modes=("sar",), options=options)
+        assert_exact_in(ONE_PART_EMPTY, LAYERS[name](), GRAPH, _call, sp.pyg.wrap, 2, options=options)
 
 
 UNARY: list[Callable[[Tensor], Tensor]] = [
@@ -170,14 +169,14 @@ def _almost_tied(model: Layer) -> bool:
     return bool(((gaps > 0) & (gaps < 1e-12)).any())
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_messages(seed: int) -> None:
     torch.manual_seed(seed)
     aggr = ["add", "mean", "max", "min", "softmax", "std"][seed % 6]
     model = Layer(_random_message(seed), aggr)
     if aggr in ("max", "min") and _almost_tied(model):  # the last bit of a function decides where the gradient goes
         model = Layer(_random_message(seed), "add")
-    assert_exact(model, GRAPH, _call, sp.pyg.wrap, ranks=(1 + seed % 3,), modes=("sar",), bound=1e-9, relative=True)
+    assert_exact_in(ONE_PART_EMPTY, model, GRAPH, _call, sp.pyg.wrap, 1 + seed % 3, bound=1e-9, relative=True)
 
 
 @pytest.mark.long
@@ -216,7 +215,7 @@ class _Scattered(Layer):
 def test_sums_that_leave_out_what_was_held() -> None:
     torch.manual_seed(0)
     model = _Scattered(lambda i, j, e, w, p, n: (i + j).relu() * w, "add")
-    assert_exact(model, GRAPH, _call, sp.pyg.wrap, ranks=(1, 3), modes=("sar",))
+    assert_exact_in(ONE_PART_EMPTY, model, GRAPH, _call, sp.pyg.wrap, 3)
 
 
 class _OfDegrees(gnn.MessagePassing):
@@ -242,7 +241,7 @@ def test_messages_that_read_no_rows(handled: bool, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(FormulaLoop, "run", lambda self, *args: (runs.append(self), original(self, *args)))
     if not handled:
         monkeypatch.setattr(formulas, "handles_formulas", lambda rows: False)
-    assert_exact(_OfDegrees(), GRAPH, _call, sp.pyg.wrap, ranks=2, modes=("sar",))
+    assert_exact_in(ONE_PART_EMPTY, _OfDegrees(), GRAPH, _call, sp.pyg.wrap, 2)
     assert bool(runs) == handled
 
 

@@ -154,9 +154,9 @@ def test_types_of_nodes_have_blocks_of_their_own(tmp_path):
 )
 def test_two_layers_are_in_memory_at_most(kind, tmp_path, monkeypatch):
     """When a call has reduced, what it read and what it made are there; before and after it less."""
-    nodes, channels = 500, 8
+    nodes, channels = 160, 8
     generator = torch.Generator().manual_seed(0)
-    edges = torch.randint(0, nodes, (2, 3000), generator=generator)
+    edges = torch.randint(0, nodes, (2, 900), generator=generator)
     x = torch.randn(nodes, channels, generator=generator)
     sp.partition({"edge_index": edges, "x": x}, tmp_path / "store", parts=1, method="random")
     del x

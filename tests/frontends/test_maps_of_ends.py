@@ -17,7 +17,7 @@ import torch_geometric.nn as gnn
 import shardpass as sp
 from shardpass.testing import WholeGraph, assert_exact, assignments, awkward_graph, run, shard_in_memory
 
-from .how_much import EACH_MODE_ONCE, assert_exact_in
+from .how_much import ONE_PART_EMPTY, assert_exact_in
 
 GRAPH = awkward_graph(channels=6, edge_channels=3)
 ALONE = {"alone": torch.zeros(GRAPH.num_nodes, dtype=torch.int64)}
@@ -148,7 +148,7 @@ def test_equals_the_whole_graph(name: str) -> None:
     torch.manual_seed(0)
     model = MODELS[name]()
     assert_exact(model, GRAPH, _call, sp.pyg.wrap, ranks=1, modes=("halo",))
-    assert_exact_in(EACH_MODE_ONCE, model, GRAPH, _call, sp.pyg.wrap, 3)
+    assert_exact_in((("sar",), ("keep",)), model, GRAPH, _call, sp.pyg.wrap, 3)
 
 
 class _Multiplications(TorchDispatchMode):
@@ -222,7 +222,7 @@ def test_a_hook_on_one_rank_alone() -> None:
         return sp.pyg.wrap(model, comm)
 
     torch.manual_seed(0)
-    assert_exact(OnOne(), GRAPH, _call, wrap, ranks=(1, 3), modes=("sar",))
+    assert_exact_in(ONE_PART_EMPTY, OnOne(), GRAPH, _call, wrap, 3)
 
 
 def test_columns_far_from_zero_keep_their_digits() -> None:

@@ -14,9 +14,9 @@ from torch_geometric.nn.models import Polynormer, SGFormer
 import shardpass as sp
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg import modules
-from shardpass.testing import assert_exact, assignments, run, shard_in_memory
+from shardpass.testing import assignments, run, shard_in_memory
 
-from .how_much import ONE_TO_FOUR, some_by_default
+from .how_much import ONE_PART_EMPTY, ONE_TO_FOUR, assert_exact_in, some_by_default
 from .on_ranks import on_ranks
 from .pyg_cases import GRAPH
 
@@ -72,7 +72,8 @@ CASES = {
     "SGFormerAttention": lambda: Dense(SGFormerAttention(5, 1, 8)),
     "PolynormerAttention": lambda: Dense(PolynormerAttention(5, 2, 4, qk_shared=True)),
 }
-NEED_BATCH = ("SGFormer", "Polynormer local", "Polynormer global")
+NO_BATCH = [name for name in CASES if name not in ("SGFormer", "Polynormer local", "Polynormer global")]
+SOME_NO_BATCH = ("GPSConv performer", "GPSConv multihead", "SGFormerAttention")
 
 
 def globally(model):
@@ -91,7 +92,7 @@ def with_batch(m, inputs, graph):
 def assert_attention_exact(name, ranks, call, training=True):
     torch.manual_seed(0)
     model = CASES[name]().double().train(training)
-    assert_exact(model, GRAPH, call, sp.pyg.wrap, ranks=ranks, modes=("sar",))
+    assert_exact_in(ONE_PART_EMPTY, model, GRAPH, call, sp.pyg.wrap, ranks)
 
 
 @pytest.mark.parametrize("ranks", ONE_TO_FOUR)
@@ -100,13 +101,13 @@ def test_attention_with_the_batch_of_the_graph(name, ranks):
     assert_attention_exact(name, ranks, with_batch)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("name", [name for name in CASES if name not in NEED_BATCH])
+@pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", some_by_default(NO_BATCH, *SOME_NO_BATCH))
 def test_attention_without_batch(name, ranks):
     assert_attention_exact(name, ranks, without_batch)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some_by_default(CASES, "GPSConv performer", "SGFormer", "Polynormer global"))
 def test_evaluation(name):
     assert_attention_exact(name, 3, with_batch, training=False)
 

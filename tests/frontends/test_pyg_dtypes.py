@@ -131,7 +131,7 @@ def test_autocast_is_as_exact_as_on_the_whole_graph(name, ranks, backward):
         return trained(copy.deepcopy(plain).to(wide), x.to(wide), GRAPH.edge_index, weights, dtype, **more)
 
     def work(comm):
-        graph = shard_in_memory(GRAPH, OWNERS[ranks], comm, sp.Options(chunk_bytes=700, backward=backward))
+        graph = shard_in_memory(GRAPH, OWNERS[ranks], comm, sp.Options(chunk_bytes=1200, backward=backward))
         model = sp.pyg.wrap(copy.deepcopy(plain), comm)
         more = {"edge_attr": graph.edge_attr.float()} if "edges" in name else {}
         found = trained(model, graph.x.float(), graph, weights[graph.node_ids], torch.bfloat16, **more)
@@ -153,7 +153,7 @@ def test_autocast_is_as_exact_as_on_the_whole_graph(name, ranks, backward):
 )
 def test_the_message_function_of_an_attention_is_not_run_again(normalised, wide, is_fused):
     comm = sp.connect("local")
-    graph = shard_in_memory(GRAPH, OWNERS[1], comm, sp.Options(chunk_bytes=700))
+    graph = shard_in_memory(GRAPH, OWNERS[1], comm, sp.Options(chunk_bytes=1200))
     model = sp.pyg.wrap(Dot(normalised, wide), comm)
     weights = cotangent(torch.empty(GRAPH.num_nodes, 8, dtype=torch.float64))
     counts = []

@@ -64,7 +64,7 @@ def test_wanted_nodes_equal_those_of_the_whole_graph(kind, ranks):
     for where, owners in assignments(GRAPH.num_nodes, ranks, GRAPH.edge_index).items():
 
         def work(comm, owners=owners, where=where):
-            graph = shard_in_memory(GRAPH, owners, comm, sp.Options(mode=mode, chunk_bytes=700))
+            graph = shard_in_memory(GRAPH, owners, comm, sp.Options(mode=mode, chunk_bytes=1200))
             model = sp.pyg.wrap(copy.deepcopy(plain), comm, check=where == "random")
             mine, ids = x.detach()[graph.node_ids].requires_grad_(), graph.node_ids
             model.zero_grad()

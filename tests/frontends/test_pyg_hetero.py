@@ -16,25 +16,23 @@ from shardpass.errors import DivergenceError, RefusedError
 from shardpass.testing import assert_exact, cotangent, hetero_assignments, run, shard_hetero_in_memory
 
 from .hetero_cases import GRAPH, LAYERS, METADATA, MODELS, TwoLayers, by_type
-from .how_much import SOME_OR_ALL, assert_case_exact, some_by_default
+from .how_much import assert_case_exact, in_turn, some_by_default
 from .on_ranks import on_ranks, share
 
 BOUND = 1e-10
 CITES, WRITES, BY = METADATA[1][:3]
 
 
-@pytest.mark.parametrize(("ranks", "every_mode"), SOME_OR_ALL)
-@pytest.mark.parametrize("name", LAYERS)
-def test_layer_equals_the_whole_graph(name, ranks, every_mode):
+@pytest.mark.parametrize(("name", "ranks", "modes"), in_turn(LAYERS))
+def test_layer_equals_the_whole_graph(name, ranks, modes):
     # few edges per chunk and, on three ranks, few rows per fetch: every boundary is crossed
-    block_rows = 3 if ranks == 3 else None
-    assert_case_exact(LAYERS[name], GRAPH, sp.pyg.wrap, ranks, every_mode, chunk_bytes=700, block_rows=block_rows)
+    block_rows = 6 if ranks == 3 else None
+    assert_case_exact(LAYERS[name], GRAPH, sp.pyg.wrap, ranks, modes, chunk_bytes=1200, block_rows=block_rows)
 
 
-@pytest.mark.parametrize(("ranks", "every_mode"), SOME_OR_ALL)
-@pytest.mark.parametrize("name", MODELS)
-def test_model_equals_the_whole_graph(name, ranks, every_mode):
-    assert_case_exact(MODELS[name], GRAPH, sp.pyg.wrap, ranks, every_mode)
+@pytest.mark.parametrize(("name", "ranks", "modes"), in_turn(MODELS))
+def test_model_equals_the_whole_graph(name, ranks, modes):
+    assert_case_exact(MODELS[name], GRAPH, sp.pyg.wrap, ranks, modes)
 
 
 @pytest.mark.parametrize(

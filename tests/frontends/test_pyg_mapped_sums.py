@@ -13,7 +13,7 @@ from torch_geometric.nn import GraphConv, SAGEConv
 import shardpass as sp
 from shardpass.testing import awkward_graph
 
-from .how_much import SOME_OR_ALL, assert_case_exact
+from .how_much import ONE_PART_EMPTY, assert_case_exact, in_turn
 from .on_ranks import on_ranks, share
 from .pyg_cases import GRAPH
 
@@ -60,10 +60,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("ranks", "every_mode"), SOME_OR_ALL)
-@pytest.mark.parametrize("name", CASES)
-def test_equals_the_whole_graph(name, ranks, every_mode):
-    assert_case_exact(CASES[name], GRAPH, sp.pyg.wrap, ranks, every_mode, block_rows=3)
+@pytest.mark.parametrize(("name", "ranks", "modes"), in_turn(CASES))
+def test_equals_the_whole_graph(name, ranks, modes):
+    assert_case_exact(CASES[name], GRAPH, sp.pyg.wrap, ranks, modes, block_rows=6)
 
 
 def bytes_of(layer, needs_grad=True, hook=None, **options):
@@ -107,7 +106,7 @@ def test_rows_without_gradient_travel_once_as_they_are():
 def test_rows_without_gradient_travel_narrower_where_their_sums_are_not_kept():
     sent, rows = bytes_of(lambda: SAGEConv(8, 2), needs_grad=False, cache_constant_inputs=False)
     assert sent == rows * 2 * 4 * 2
-    assert_case_exact((Constant, plain), GRAPH, sp.pyg.wrap, modes=("sar",), cache_constant_inputs=False)
+    assert_case_exact((Constant, plain), GRAPH, sp.pyg.wrap, modes=ONE_PART_EMPTY, cache_constant_inputs=False)
 
 
 class Constant(nn.Module):
@@ -163,4 +162,4 @@ def test_a_layer_with_code_of_its_own_is_left_alone():
 
     sent, rows = bytes_of(lambda: Mine(8, 2))
     assert sent == rows * 8 * 4 * 2
-    assert_case_exact((lambda: Mine(5, 2), plain), GRAPH, sp.pyg.wrap, 2, modes=("sar",))
+    assert_case_exact((lambda: Mine(5, 2), plain), GRAPH, sp.pyg.wrap, 2, ONE_PART_EMPTY)

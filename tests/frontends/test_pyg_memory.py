@@ -18,7 +18,7 @@ import shardpass as sp
 from shardpass.core.aggregation import choice
 from shardpass.testing import LiveBytes, WholeGraph, assignments, awkward_graph, run, shard_in_memory
 
-from .how_much import ONE_TWO_FOUR, one_each
+from .how_much import ONE_TWO_FOUR, one_each, some_by_default
 from .on_ranks import on_ranks
 
 Gradients = dict[str, Tensor]
@@ -101,14 +101,14 @@ MIX = torch.arange(NODES) % 4
 
 
 @pytest.mark.parametrize("ranks", ONE_TWO_FOUR)
-@pytest.mark.parametrize("kind", [GraphSAGE, GCN, GAT, GIN])
+@pytest.mark.parametrize("kind", some_by_default([GraphSAGE, GCN, GAT, GIN], GCN, GAT))
 def test_the_same_bits_with_fewer_bytes(kind: Any, ranks: int) -> None:
     torch.manual_seed(0)
     model = kind(6, 32, 3, 4, dropout=0.5, norm="batch_norm", act="relu")
     same_bits(lambda comm, checkpoint: train(comm, model, checkpoint, MIX % ranks, torch.float64), ranks)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", some_by_default(OPTIONS, "activation first", "in place", "all layers"))
 def test_models_of_several_kinds(name: str) -> None:
     torch.manual_seed(0)
     options = {"dropout": 0.3, "norm": "batch_norm", **OPTIONS[name]}

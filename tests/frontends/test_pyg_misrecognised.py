@@ -10,8 +10,9 @@ from torch_geometric.nn import GATConv, GATv2Conv, MessagePassing, SAGEConv
 from torch_geometric.utils import scatter, softmax
 
 import shardpass as sp
-from shardpass.testing import WholeGraph, assert_exact, assignments, awkward_graph
+from shardpass.testing import WholeGraph, awkward_graph
 
+from .how_much import assert_exact_in, in_turn
 from .on_ranks import on_ranks, share
 
 GRAPH = awkward_graph()
@@ -161,15 +162,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", CASES)
-def test_it_equals_the_whole_graph(name, ranks):
+@pytest.mark.parametrize(("name", "ranks", "modes"), in_turn(CASES, ("sar", "keep"), later=(1, 3)))
+def test_it_equals_the_whole_graph(name, ranks, modes):
     make, graph = CASES[name]
     torch.manual_seed(0)
     model = make().double()
-    options = sp.Options(chunk_bytes=1 << 9)
-    owners = {"random": assignments(graph.num_nodes, ranks, graph.edge_index)["random"]}
-    assert_exact(model, graph, call, sp.pyg.wrap, ranks=ranks, modes=("sar", "keep"), owners=owners, options=options)
+    assert_exact_in(modes, model, graph, call, sp.pyg.wrap, ranks, sp.Options(chunk_bytes=1000))
 
 
 @pytest.mark.parametrize("make", [lambda: GATConv(5, 3), lambda: GATv2Conv(5, 3)], ids=["GATConv", "GATv2Conv"])

@@ -20,7 +20,7 @@ from shardpass.frontends.pyg import methods, models, modules
 from shardpass.frontends.pyg.refusals import refuse_unsupported
 from shardpass.testing import assignments, run, shard_in_memory
 
-from .how_much import SOME_OR_ALL, assert_case_exact
+from .how_much import assert_case_exact, in_turn
 from .model_cases import MORE_MODELS, Variational
 from .on_ranks import on_ranks
 from .pyg_cases import GRAPH, MODELS
@@ -84,10 +84,9 @@ def test_names_of_groups_do_not_clash_with_other_packages():
     assert not (models.EXACT | models.ROW_WISE) & set(modules.REFUSED)
 
 
-@pytest.mark.parametrize(("ranks", "every_mode"), SOME_OR_ALL)
-@pytest.mark.parametrize("name", MORE_MODELS)
-def test_model_equals_the_whole_graph(name, ranks, every_mode):
-    assert_case_exact(MORE_MODELS[name], GRAPH, sp.pyg.wrap, ranks, every_mode, chunk_bytes=700)
+@pytest.mark.parametrize(("name", "ranks", "modes"), in_turn(MORE_MODELS))
+def test_model_equals_the_whole_graph(name, ranks, modes):
+    assert_case_exact(MORE_MODELS[name], GRAPH, sp.pyg.wrap, ranks, modes, chunk_bytes=1200)
 
 
 def test_every_exact_class_has_a_case():

@@ -15,9 +15,9 @@ import shardpass as sp
 from shardpass.core.graphs.batch_index import BatchIndex
 from shardpass.errors import NeedsHaloError, RefusedError, ShardpassError
 from shardpass.frontends.pyg.norms import DISTRIBUTED
-from shardpass.testing import assert_exact, assignments, run, shard_in_memory
+from shardpass.testing import assignments, run, shard_in_memory
 
-from .how_much import ONE_TO_FOUR, ONE_TWO_FOUR
+from .how_much import ONE_PART_EMPTY, ONE_TO_FOUR, ONE_TWO_FOUR, assert_exact_in
 from .on_ranks import on_ranks, share
 from .pyg_cases import GRAPH
 
@@ -94,7 +94,7 @@ def call_with_batch(model, inputs, graph):
 def assert_norm_exact(norm, call, ranks, training):
     torch.manual_seed(0)
     model = Around(perturbed(norm)).double().train(training)
-    assert_exact(model, GRAPH, call, sp.pyg.wrap, ranks=ranks, modes=("sar",))
+    assert_exact_in(ONE_PART_EMPTY, model, GRAPH, call, sp.pyg.wrap, ranks)
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
@@ -337,7 +337,7 @@ def test_a_norm_inside_a_message_is_over_all_edges_in_halo_mode(ranks):
     def call(m, inputs, graph):
         return m(inputs["x"], graph)
 
-    assert_exact(model, GRAPH, call, sp.pyg.wrap, ranks=ranks, modes=("halo",))
+    assert_exact_in(((), ("halo",)), model, GRAPH, call, sp.pyg.wrap, ranks)
 
 
 @pytest.mark.parametrize("ranks", ONE_TWO_FOUR)
@@ -351,5 +351,4 @@ def test_models_with_norms(norm, ranks):
         batch = torch.zeros(N, dtype=torch.long) if isinstance(graph, torch.Tensor) else graph.batch
         return m(inputs["x"], graph, batch=batch) if m.supports_norm_batch else m(inputs["x"], graph)
 
-    owners = assignments(N, ranks, GRAPH.edge_index)
-    assert_exact(model, GRAPH, call, sp.pyg.wrap, ranks=ranks, modes=("sar",), owners=owners)
+    assert_exact_in(ONE_PART_EMPTY, model, GRAPH, call, sp.pyg.wrap, ranks)

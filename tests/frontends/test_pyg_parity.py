@@ -30,27 +30,25 @@ from shardpass.testing import (
 
 from .conv_cases import CONVS, ELSEWHERE, KERNEL, MORE_CONVS, ONE_PASS_SOFTMAX, ONE_SHOT, SORTED
 from .example_models import EXAMPLES
-from .how_much import MODES, SOME_OR_ALL, assert_case_exact
+from .how_much import MODES, ONE_PART_EMPTY, assert_case_exact, in_turn
 from .pyg_cases import GRAPH, LAYERS, MODELS, GatedConv
 
 
-@pytest.mark.parametrize(("ranks", "every_mode"), SOME_OR_ALL)
-@pytest.mark.parametrize("name", LAYERS)
-def test_layer_equals_the_whole_graph(name, ranks, every_mode):
+@pytest.mark.parametrize(("name", "ranks", "modes"), in_turn(LAYERS))
+def test_layer_equals_the_whole_graph(name, ranks, modes):
     # few edges per chunk and, on three ranks, few rows per fetch: every boundary is crossed
-    block_rows = 3 if ranks == 3 else None
-    assert_case_exact(LAYERS[name], GRAPH, sp.pyg.wrap, ranks, every_mode, chunk_bytes=700, block_rows=block_rows)
+    block_rows = 6 if ranks == 3 else None
+    assert_case_exact(LAYERS[name], GRAPH, sp.pyg.wrap, ranks, modes, chunk_bytes=1200, block_rows=block_rows)
 
 
-@pytest.mark.parametrize(("ranks", "every_mode"), SOME_OR_ALL)
-@pytest.mark.parametrize("name", MODELS)
-def test_model_equals_the_whole_graph(name, ranks, every_mode):
-    assert_case_exact(MODELS[name], GRAPH, sp.pyg.wrap, ranks, every_mode)
+@pytest.mark.parametrize(("name", "ranks", "modes"), in_turn(MODELS))
+def test_model_equals_the_whole_graph(name, ranks, modes):
+    assert_case_exact(MODELS[name], GRAPH, sp.pyg.wrap, ranks, modes)
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_prefetch_does_not_matter(prefetch):
-    assert_case_exact(LAYERS["GATConv"], GRAPH, sp.pyg.wrap, 4, modes=("sar",), prefetch=prefetch, block_rows=2)
+    assert_case_exact(LAYERS["GATConv"], GRAPH, sp.pyg.wrap, 4, ONE_PART_EMPTY, prefetch=prefetch, block_rows=2)
 
 
 @st.composite
@@ -71,7 +69,7 @@ def graphs(draw):
     return WholeGraph(num_nodes, edge_index, {"x": x}, fields), owners, ranks
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     graphs(),
     st.sampled_from(["SAGEConv max", "GATConv edges", "user's layer", "GCNConv weighted"]),
@@ -92,22 +90,19 @@ def test_a_parameter_in_message_gets_the_whole_gradient():
     assert whole.parameters["gate.weight"].abs().max() > 0.1 and whole.parameters["scale"].abs().max() > 0.1
 
 
-@pytest.mark.parametrize(("ranks", "every_mode"), SOME_OR_ALL)
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_example_equals_the_whole_graph(name, ranks, every_mode):
-    assert_case_exact(EXAMPLES[name], GRAPH, sp.pyg.wrap, ranks, every_mode)
+@pytest.mark.parametrize(("name", "ranks", "modes"), in_turn(EXAMPLES))
+def test_example_equals_the_whole_graph(name, ranks, modes):
+    assert_case_exact(EXAMPLES[name], GRAPH, sp.pyg.wrap, ranks, modes)
 
 
-@pytest.mark.parametrize(("ranks", "every_mode"), SOME_OR_ALL)
-@pytest.mark.parametrize("name", MORE_CONVS)
-def test_conv_equals_the_whole_graph(name, ranks, every_mode):
-    assert_case_exact(MORE_CONVS[name], GRAPH, sp.pyg.wrap, ranks, every_mode, chunk_bytes=700)
+@pytest.mark.parametrize(("name", "ranks", "modes"), in_turn(MORE_CONVS))
+def test_conv_equals_the_whole_graph(name, ranks, modes):
+    assert_case_exact(MORE_CONVS[name], GRAPH, sp.pyg.wrap, ranks, modes, chunk_bytes=1200)
 
 
-@pytest.mark.parametrize(("ranks", "every_mode"), SOME_OR_ALL)
-@pytest.mark.parametrize("name", ONE_SHOT)
-def test_layers_that_see_whole_neighbourhoods(name, ranks, every_mode):
-    assert_case_exact(ONE_SHOT[name], SORTED, sp.pyg.wrap, ranks, every_mode, modes=("halo",), chunk_bytes=700)
+@pytest.mark.parametrize(("name", "ranks", "modes"), in_turn(ONE_SHOT, ("halo",)))
+def test_layers_that_see_whole_neighbourhoods(name, ranks, modes):
+    assert_case_exact(ONE_SHOT[name], SORTED, sp.pyg.wrap, ranks, modes, chunk_bytes=1200)
 
 
 MEMBERS = ("node", "in", "hyperedge")
@@ -127,9 +122,8 @@ def hypergraph():
     )
 
 
-@pytest.mark.parametrize(("ranks", "every_mode"), SOME_OR_ALL)
-@pytest.mark.parametrize("attention", [False, True])
-def test_hypergraphs_are_graphs_of_two_types(attention, ranks, every_mode):
+@pytest.mark.parametrize(("attention", "ranks", "modes"), in_turn([False, True]))
+def test_hypergraphs_are_graphs_of_two_types(attention, ranks, modes):
     def call(model, fields, edges):
         edge_index = edges[MEMBERS] if isinstance(edges, dict) else edges[MEMBERS].edge_index
         return {"node": model(fields["node"]["x"], edge_index, hyperedge_attr=fields["hyperedge"]["x"])}
@@ -137,7 +131,7 @@ def test_hypergraphs_are_graphs_of_two_types(attention, ranks, every_mode):
     def make():
         return pyg_convs.HypergraphConv(5, 4, use_attention=attention)
 
-    assert_case_exact((make, call), hypergraph(), sp.pyg.wrap, ranks, every_mode)
+    assert_case_exact((make, call), hypergraph(), sp.pyg.wrap, ranks, modes)
 
 
 @pytest.mark.parametrize("name", ONE_SHOT)
@@ -246,11 +240,10 @@ def call(model, inputs, graph):
     return model(inputs["x"], graph)
 
 
-@pytest.mark.parametrize(("ranks", "every_mode"), SOME_OR_ALL)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_mean_by_scatter_reduce_equals_the_whole_graph(kind, ranks, every_mode):
+@pytest.mark.parametrize(("kind", "ranks", "modes"), in_turn(KINDS))
+def test_a_mean_by_scatter_reduce_equals_the_whole_graph(kind, ranks, modes):
     case, block_rows = (lambda: KINDS[kind](kind), call), 3 if ranks == 3 else None
-    assert_case_exact(case, GRAPH, sp.pyg.wrap, ranks, every_mode, chunk_bytes=700, block_rows=block_rows)
+    assert_case_exact(case, GRAPH, sp.pyg.wrap, ranks, modes, chunk_bytes=1200, block_rows=block_rows)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind] is MeanConv])

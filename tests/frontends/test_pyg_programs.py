@@ -17,7 +17,7 @@ from shardpass.errors import RefusedError
 from shardpass.testing import WholeGraph, assert_exact, hetero_assignments, shard_in_memory
 
 from .hetero_cases import GRAPH as TYPED
-from .how_much import one_each
+from .how_much import ONE_PART_EMPTY, assert_exact_in, one_each
 from .on_ranks import on_ranks, share
 from .pyg_cases import GRAPH
 
@@ -161,7 +161,7 @@ PROGRAMS = {
 def test_program_equals_the_whole_graph(name, ranks):
     make, call = PROGRAMS[name]
     torch.manual_seed(0)
-    assert_exact(make().double(), MANY, call, sp.pyg.wrap, ranks=ranks, modes=("sar",))
+    assert_exact_in(ONE_PART_EMPTY, make().double(), MANY, call, sp.pyg.wrap, ranks)
 
 
 class OfData(nn.Module):
@@ -237,7 +237,7 @@ def of_copies(m, fields, graph):
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_model_that_copies_data(ranks):
     torch.manual_seed(0)
-    assert_exact(OfCopies().double(), MANY, of_copies, sp.pyg.wrap, ranks=ranks, modes=("sar",))
+    assert_exact_in(ONE_PART_EMPTY, OfCopies().double(), MANY, of_copies, sp.pyg.wrap, ranks)
 
 
 @on_ranks(1)

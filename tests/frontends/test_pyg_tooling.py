@@ -39,7 +39,7 @@ from .pyg_cases import GRAPH, GatedConv, _attr, _plain, mlp
 RANKS = 3
 OWNERS = assignments(GRAPH.num_nodes, RANKS, GRAPH.edge_index)["random"]
 OWN = {"random": OWNERS}
-OPTIONS = sp.Options(chunk_bytes=700)
+OPTIONS = sp.Options(chunk_bytes=1200)
 
 
 class Model(nn.Module):
@@ -132,7 +132,7 @@ def test_state_travels_between_wrapped_and_unwrapped_models(comm):
     torch.manual_seed(5)
     other = Model().double()
     expected = other(GRAPH.node["x"], GRAPH.edge_index)
-    graph = share(GRAPH, comm, chunk_bytes=700)
+    graph = share(GRAPH, comm, chunk_bytes=1200)
     model = sp.pyg.wrap(copy.deepcopy(plain), comm)
     assert list(model.state_dict()) == list(plain.state_dict())
     buffer = io.BytesIO()
@@ -364,7 +364,7 @@ def test_message_passing_hooks_are_honoured(name, when):
 
 @on_ranks(3)
 def test_a_hook_added_later_is_checked_anew(comm):
-    graph = share(GRAPH, comm, chunk_bytes=700)
+    graph = share(GRAPH, comm, chunk_bytes=1200)
     conv = sp.pyg.wrap(made(lambda: gnn.EdgeConv(mlp(10, 3))), comm)
     conv(graph.x, graph)
     conv.register_message_forward_hook(lambda c, i, out: out / out.norm())
@@ -377,7 +377,7 @@ def test_a_hook_added_later_is_checked_anew(comm):
 
 @on_ranks(3)
 def test_explanations_are_refused_and_leave_the_model_as_it_was(comm):
-    graph = share(GRAPH, comm, chunk_bytes=700)
+    graph = share(GRAPH, comm, chunk_bytes=1200)
     model = sp.pyg.wrap(made(), comm)
     before = model(graph.x, graph)
     model.last.explain = True

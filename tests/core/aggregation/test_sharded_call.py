@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -43,10 +45,14 @@ def attention(x_j, z_i, w, index, num_dst):
     return weight / total.index_select(0, index) * x_j
 
 
-@pytest.mark.parametrize("mode", ["sar", "keep", "halo"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+KINDS = ["any", "no sources on rank 0", "no destinations on the last rank", "no edges on rank 0"]
+EACH = [(1, "sar"), (2, "halo"), (3, "keep"), (4, "sar")]
+
+
 @pytest.mark.parametrize(
-    "kind", ["any", "no sources on rank 0", "no destinations on the last rank", "no edges on rank 0"]
+    ("kind", "ranks", "mode"),
+    [(kind, *EACH[(i + k) % 4]) for i, kind in enumerate(KINDS) for k in (0, 2)]
+    + [pytest.param(*case, marks=pytest.mark.long) for case in product(KINDS, (1, 2, 3, 4), ("sar", "keep", "halo"))],
 )
 def test_bipartite_relation(kind, ranks, mode):
     src, dst, src_counts, dst_counts = bipartite(kind, ranks)

@@ -30,6 +30,7 @@ def steps(comm: sp.Communicator, store: str) -> tuple[int, int, int]:
     return plain, profiled, len(comm.caches.of(WindowPool).windows)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_no_message_outlives_the_profiler_that_saw_it_begin(tmp_path: Path) -> None:
     whole = awkward_graph()

@@ -216,9 +216,9 @@ def test_infinite_and_undefined_scores(dtype):
 @pytest.mark.parametrize(
     "heads, width, drops, most, dtype, bound, names",
     [
-        (2, 5, True, 100, torch.float64, 1e-11, "additive steep relu dot mixed"),
-        (1, 3, False, 10_000, torch.float64, 1e-11, "additive steep relu dot mixed"),
-        (1, 40, False, 10_000, torch.float32, 2e-4, "dot mixed"),
+        (2, 5, True, 100, torch.float64, 1e-11, "additive dot mixed"),
+        (1, 3, False, 10_000, torch.float64, 1e-11, "steep relu"),
+        (1, 40, False, 10_000, torch.float32, 2e-4, "mixed"),
         (2, 0, False, 10_000, torch.float64, 1e-11, "additive dot"),
     ],
     ids=str,
@@ -229,7 +229,7 @@ def test_triton_equals_in_steps(triton_device, heads, width, drops, most, dtype,
         check(case, most, bound, monkeypatch)
 
 
-@pytest.mark.parametrize("name", ["additive", "dot", "mixed"])
+@pytest.mark.parametrize("name", ["additive", "mixed"])
 def test_programs_of_triton_may_run_in_any_order(any_order, name):
     """Each number has one program that writes it, so every order of programs gives the same bits."""
     case, found = Case(FORMS[name], 2, 3, torch.float32, True, Size(160, 12, 9, any_order.device)), []

@@ -222,8 +222,11 @@ def test_sums_of_triton(triton_device, dtype, tail, heads, index):
             torch.testing.assert_close(out.double(), right, rtol=bound(wide), atol=bound(wide))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("tail, heads", [((5,), 1), ((3, 130), 3), ((4,), 4), ((), 1)], ids=str)
+@pytest.mark.parametrize(
+    "tail, heads, dtype",
+    [((5,), 1, torch.float64), ((3, 130), 3, torch.float32), ((4,), 4, torch.bfloat16), ((), 1, torch.float64)],
+    ids=str,
+)
 def test_edge_dots_of_triton(triton_device, tail, heads, dtype):
     shard = small_shard(triton_device)
     rows, grad = numbers((8, *tail), dtype).to(triton_device), numbers((7, *tail), dtype, 4).to(triton_device)

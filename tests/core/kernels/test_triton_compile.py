@@ -81,9 +81,9 @@ EVERY = [(dtype, index, capability, width)
     "dtype, index, capability, width",
     [("fp32", "i32", "80", "32"), *(pytest.param(*one, marks=pytest.mark.long) for one in EVERY)],
 )
-def test_kernels_compile_for_a_gpu(dtype, index, capability, width, tmp_path: Path) -> None:
+def test_kernels_compile_for_a_gpu(dtype, index, capability, width, pytestconfig) -> None:
     pytest.importorskip("triton.backends.nvidia")
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(pytestconfig.cache.mkdir("triton"))}
     done = subprocess.run(
         [sys.executable, "-c", COMPILE, dtype, index, capability, width],
         env=environment,

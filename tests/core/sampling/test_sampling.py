@@ -165,14 +165,14 @@ def test_keys_differ_and_draws_are_uniform():
         assert p_value(np.bincount((values * 64).astype(int), minlength=64), np.full(64, 100_000 / 64)) > 1e-3
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_neighbours_over_ranks_are_uniform(ranks):
     """Those of a hub, drawn by its owner for another rank, against the uniform distribution."""
     graph = awkward_graph()
     hub = int(torch.bincount(graph.edge_index[1]).argmax())
     into = (graph.edge_index[1] == hub).nonzero().view(-1)
     owners = assignments(graph.num_nodes, ranks, graph.edge_index)["random"]
-    trials, fanout = 600, 4
+    trials, fanout = 300, 4
 
     def fn(comm):
         share = shard_in_memory(graph, owners, comm)
@@ -325,7 +325,7 @@ def test_all_batches_come_in_order(ahead):
 
 
 @pytest.mark.usefixtures("no_thread_is_left")
-@pytest.mark.parametrize("taken", [0, 1, 3, 5])
+@pytest.mark.parametrize("taken", [0, 3])
 @pytest.mark.ranks(3)
 def test_dropped_half_way_on_all_ranks(comm, taken):
     iterator = iterators(comm)
