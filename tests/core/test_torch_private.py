@@ -89,15 +89,6 @@ def test_saved_tensor_hooks():
     assert torch_private.saved_tensor_hooks() is None
 
 
-def test_gradient_hooks():
-    parameter, hook = nn.Parameter(torch.ones(1)), print
-    assert torch_private.grad_hooks(parameter) == []
-    parameter.register_post_accumulate_grad_hook(hook)
-    assert torch_private.grad_hooks(parameter) == [hook]
-    parameter.register_hook(len)
-    assert torch_private.grad_hooks(parameter) == [len, hook]
-
-
 def test_forward_hooks():
     module, hook = nn.Linear(1, 1), lambda *_: None
     assert not torch_private.has_forward_hook(module)

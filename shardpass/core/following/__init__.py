@@ -10,12 +10,13 @@ from shardpass.core.following.gradients import followed_hooks, function_of_user
 from shardpass.core.following.judge import verdict_of
 from shardpass.core.following.known import known_modules
 from shardpass.core.following.marks import Known
-from shardpass.core.following.outside import Around, around_of_fields
+from shardpass.core.following.outside import Around
 from shardpass.core.following.own_numbers import own_number
 from shardpass.core.following.refusals import first_refusal, state_beside_rows, whole_graph
 from shardpass.core.following.row_count import OwnCount, OwnShape, RowCount, own_of
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import is_called_by, user_line
+from shardpass.core.following.writes import writes_in_place
 
 __all__ = [
     "Around",
@@ -27,7 +28,6 @@ __all__ = [
     "OwnShape",
     "RowCount",
     "Rows",
-    "around_of_fields",
     "draws",
     "first_refusal",
     "followed_hooks",
@@ -41,4 +41,5 @@ __all__ = [
     "user_line",
     "verdict_of",
     "whole_graph",
+    "writes_in_place",
 ]

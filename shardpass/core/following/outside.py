@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardpass.core.following.follow import FollowRows
 from shardpass.core.following.followed_output import FollowedOutput, named
 from shardpass.core.following.functions import ADDS, READS, FollowFunctions
 from shardpass.core.following.gradients import follow_function
@@ -37,6 +36,7 @@ from shardpass.core.following.refusals import (
 from shardpass.core.following.row_count import OwnCount, leaves_of
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import user_line
+from shardpass.core.following.writes import writes_in_place
 from shardpass.core.ranks import (
     Gives,
     Ranks,
@@ -48,7 +48,6 @@ from shardpass.core.ranks import (
 )
 from shardpass.errors import RefusedError
 
-_IN_PLACE = "__iadd__ __isub__ __imul__ __itruediv__ __ipow__ __iand__ __ior__ __ixor__".split()
 _ADDS_ROWS_INTO = frozenset("index_add_ scatter_add_ scatter_reduce_ index_reduce_".split())
 _LOOKS_UP = frozenset("__getitem__ index_select gather embedding take_along_dim".split())
 _TAKES_DTYPE = frozenset(["to", "type_as"])
@@ -183,7 +182,7 @@ class Around:
             return self._differentiated(func, args, kwargs)
         if name in _RUNS_AS_IT_IS:
             return self._as_it_is(func, name, args, kwargs)
-        writes = (name.endswith("_") and not name.startswith("__")) or name in ("__setitem__", *_IN_PLACE)
+        writes = writes_in_place(name, kwargs)
         given = _tensors_in(args, kwargs)
         if writes and is_own:
             return self._written(func, args, kwargs, given, is_put_by_rows)
@@ -377,21 +376,6 @@ class Around:
             self._has_warned = True
             if self.comm.rank == 0 and self.comm.size > 1:
                 warnings.warn(f"{refused}. What is computed of it from here on is not followed", stacklevel=5)
-
-
-class _Fields:
-    """Holds what follows the fields of the graphs of a run, once one is asked for."""
-
-    def __init__(self) -> None:
-        self.around: Around | None = None
-
-
-def around_of_fields(comm: Ranks) -> Around:
-    """What follows the fields of graphs outside of models."""
-    kept = comm.caches.of(_Fields)
-    if kept.around is None:
-        kept.around = Around(FollowFunctions(FollowRows(nn.Module())), comm)
-    return kept.around
 
 
 def _tensors_in(*values: Any) -> list[Tensor]:

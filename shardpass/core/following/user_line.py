@@ -7,6 +7,7 @@ import sysconfig
 import traceback
 from functools import cache
 from importlib.util import find_spec
+from inspect import currentframe
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ class UserLine(NamedTuple):
 
 def user_line(error: BaseException | None = None) -> UserLine:
     """``file:line: code`` of the innermost frame that is in no library, now or where `error` was raised."""
-    stack = traceback.walk_stack(None) if error is None else reversed([*traceback.walk_tb(error.__traceback__)])
+    stack = traceback.walk_stack(currentframe()) if error is None else reversed([*traceback.walk_tb(error.__traceback__)])
     for frame, number in stack:
         file = frame.f_code.co_filename
         if not file.startswith(_folders()) and not file.endswith((".pyx", ".pxi")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from weakref import ref
 
@@ -21,6 +22,11 @@ TAKING = frozenset(["__getitem__", "index_select", "gather", "embedding"])
 
 def refused(name: str, what: str) -> RefusedError:
     """An error for a function that would depend on how a rank numbers its rows."""
+    if name == "__set__":
+        return RefusedError(
+            f"changing an attribute of {what} of a sharded graph is refused. If this came from torch.utils.checkpoint, "
+            f"reentrant checkpointing is not supported: pass use_reentrant=False"
+        )
     if name == "_is_view":  # the first thing that the tracer of torch.compile asks
         return RefusedError(
             f"{user_line()}: torch.compile cannot read a call that is given {what} of a sharded graph. Give the "
@@ -183,3 +189,25 @@ def extremum_at_source(
     )
     total = torch.where(has > 0, out, base)
     return base.copy_(total) if name.endswith("_") else total
+
+
+def picks(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
+    """By what a function takes edges of a list, its first argument."""
+    if name == "__getitem__":
+        return args[1][1:] if isinstance(args[1], tuple) else ()
+    bound = {**dict(zip(("input", "dim", "index"), args)), **kwargs}
+    return [bound["index"]] if name == "index_select" and bound["dim"] in (1, -1) else ()
+
+
+def flips_rows(*dims: Any) -> bool:
+    """Whether ``torch.flip`` along these dimensions puts sources in the place of destinations."""
+    return dims in ((0,), (-2,), ((0,),), ([0],), ((-2,),), ([-2],))
+
+
+def refuse_loops_between(plan: HaloPlan) -> None:
+    """Refuse to find or to add self-loops where edges end at nodes of another type than they begin at."""
+    if plan.joins_types:
+        raise RefusedError(
+            f"{user_line()}: self-loops among edges from {plan.source_set.name} to {plan.dst_set.name} would join "
+            f"nodes of the same number, which are numbered anew on every rank. Set add_self_loops=False"
+        )

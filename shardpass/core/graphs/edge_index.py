@@ -20,7 +20,10 @@ from shardpass.core.graphs.by_source import (
     TAKING,
     add_at_source,
     fill_at_source,
+    flips_rows,
+    picks,
     put_at_source,
+    refuse_loops_between,
     refused,
     take_by_source,
 )
@@ -142,7 +145,7 @@ class ShardedEdgeIndex(StandIn, HoldsEdges):
         if describes(func) and not mine.plan.comm.runs_user_code:
             return mine._counted(as_tensor(func, args, kwargs), name, args)
         if mine.plan.comm.runs_user_code:
-            for index in _picks(name, args, kwargs):
+            for index in picks(name, args, kwargs):
                 if isinstance(index, Tensor) and not isinstance(index, StandIn):
                     mine._check_picks(index)
         if name == "max":  # which is asked for the number of nodes
@@ -170,7 +173,7 @@ class ShardedEdgeIndex(StandIn, HoldsEdges):
             if part.shape == (2, -1):
                 return self if part.rows == (0, 1) else self.flipped()
             if len(part.rows) == 2 and not self.has_one_type:
-                raise _refused("both rows in one list", "the edge_index")
+                raise refused("both rows in one list", "the edge_index")
             if len(part.rows) == 2:
                 both = SourceRows.wrap(self.plain.reshape(-1), self.plan, self.flow)
                 both.what = "the edge_index"
@@ -206,7 +209,7 @@ class ShardedEdgeIndex(StandIn, HoldsEdges):
                 return mine.flipped().flipped()
             if name in _COPIES and mine is args[0]:
                 return _copied(mine, func, args, kwargs)
-            if name == "flip" and _flips_rows(*args[1:], *kwargs.values()):
+            if name == "flip" and flips_rows(*args[1:], *kwargs.values()):
                 return mine.flipped()
             if name == "index_select" and mine is args[0] and kwargs.get("dim", args[1:2]) in (1, -1, (1,), (-1,)):
                 return mine._of(func(mine.sources_first, *_plain(args[1:]), **kwargs))
@@ -214,7 +217,7 @@ class ShardedEdgeIndex(StandIn, HoldsEdges):
                 return _joined(mine, kwargs.get("tensors", args[0] if args else ()))
             found = rearranged(func, name, mine.size(-1), args[1:], kwargs) if args and mine is args[0] else None
         if found is None:
-            raise _refused(name, "the edge_index")
+            raise refused(name, "the edge_index")
         return found
 
 
@@ -277,13 +280,13 @@ class SourceRows(StandIn):
             if name == "__getitem__" and isinstance(first, SourceRows):
                 return SourceRows.wrap(func(*_plain(args), **kwargs), mine.plan, mine.flow)
             if name in _COMPARES and all(isinstance(a, Tensor) and a.shape == mine.shape for a in args[:2]):
-                _refuse_loops_between(mine.plan)
+                refuse_loops_between(mine.plan)
                 return EdgeMask.wrap(func(*_plain(args), **kwargs), mine.plan)
             if name == "max" and len(args) == 1 and not kwargs:
                 return torch.tensor(mine.plan.num_own_src - 1)
             if name in _STACKS and len(first or ()) == 2 and (*args[1:], *kwargs.values()) in ((), (0,)):
                 return _stacked(mine.plan, name, *args[0])
-        raise _refused(name, mine.what)
+        raise refused(name, mine.what)
 
 
 def _marked(mine: ShardedEdgeIndex | SourceRows, out: Any) -> Any:
@@ -301,15 +304,6 @@ def _marked(mine: ShardedEdgeIndex | SourceRows, out: Any) -> Any:
                 dim = [*tensor.shape].index(count)
                 plan.comm.mark_rows(tensor, plan.edge_set(count), dim, points_to=plan.dst_set if is_row else None)
     return out
-
-
-def _refused(name: str, what: str) -> RefusedError:
-    if name == "__set__":
-        return RefusedError(
-            f"changing an attribute of {what} of a sharded graph is refused. If this came from "
-            f"torch.utils.checkpoint, reentrant checkpointing is not supported: pass use_reentrant=False"
-        )
-    return refused(name, what)
 
 
 def _copied(mine: ShardedEdgeIndex, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -364,18 +358,6 @@ def _item(mine: ShardedEdgeIndex, key: Any) -> Any:
     return None
 
 
-def _picks(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
-    """By what a function takes edges of a list, its first argument."""
-    if name == "__getitem__":
-        return args[1][1:] if isinstance(args[1], tuple) else ()
-    bound = {**dict(zip(("input", "dim", "index"), args)), **kwargs}
-    return [bound["index"]] if name == "index_select" and bound["dim"] in (1, -1) else ()
-
-
-def _flips_rows(*dims: Any) -> bool:
-    return dims in ((0,), (-2,), ((0,),), ([0],), ((-2,),), ([-2],))
-
-
 def _check_piece(mine: ShardedEdgeIndex, piece: Tensor) -> None:
     """Refuse to join edges of another graph or direction, and plain ids other than self-loops of own nodes."""
     if isinstance(piece, ShardedEdgeIndex):
@@ -386,7 +368,7 @@ def _check_piece(mine: ShardedEdgeIndex, piece: Tensor) -> None:
             f"graph: reversed edges belong to other ranks. Add them before partitioning (PyG: to_undirected)"
         )
     plan, data = mine.plan, _plain_one(piece)
-    _refuse_loops_between(plan)
+    refuse_loops_between(plan)
     loops = data.dim() == 2 and data.size(0) == 2 and torch.equal(data[0], data[1])
     if not loops or plan.num_own_src != plan.num_dst or (data.numel() and int(data.max()) >= plan.num_dst):
         raise RefusedError(
@@ -399,26 +381,17 @@ def _check_piece(mine: ShardedEdgeIndex, piece: Tensor) -> None:
         raise other_count(plan)
 
 
-def _refuse_loops_between(plan: HaloPlan) -> None:
-    """Refuse to find or to add self-loops where edges end at nodes of another type than they begin at."""
-    if plan.joins_types:
-        raise RefusedError(
-            f"{user_line()}: self-loops among edges from {plan.source_set.name} to {plan.dst_set.name} would join "
-            f"nodes of the same number, which are numbered anew on every rank. Set add_self_loops=False"
-        )
-
-
 def _stacked(plan: HaloPlan, name: str, first: Tensor, second: Tensor) -> ShardedEdgeIndex:
     """Rows put together again; which of them holds the sources is known from their types."""
     sources = isinstance(first, SourceRows), isinstance(second, SourceRows)
     if name != "stack" and all(row.dim() == 2 and row.size(0) == 1 for row in (first, second)):
         name, first, second = "stack", first[0], second[0]
     if name in ("cat", "concat") or first.dim() != 1 or first.shape != second.shape:
-        raise _refused(name, "source node ids")
+        raise refused(name, "source node ids")
     data = torch.stack([_plain_one(first), _plain_one(second)])  # as they look from outside
     loops = torch.equal(data[0], data[1]) and (data.numel() == 0 or int(data.max()) < plan.num_own_src)
     if all(sources) and not loops:
-        raise _refused(name, "source node ids")
+        raise refused(name, "source node ids")
     return ShardedEdgeIndex.wrap(data if sources[0] else data.flip(0), plan, is_reversed=not sources[0])
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from weakref import WeakSet
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardpass.core.following import FollowRows, around_of_fields
+from shardpass.core.following import Around, FollowFunctions, FollowRows
 from shardpass.core.ranks import FollowedTensor, Ranks, torch_private
 
 
@@ -19,9 +19,24 @@ class LoadedGraphs:
         self.graphs: WeakSet[Any] = WeakSet()
 
 
+class _Fields:
+    """Holds what follows the fields of the graphs of a run, once one is asked for."""
+
+    def __init__(self) -> None:
+        self.around: Around | None = None
+
+
+def _around_of_fields(comm: Ranks) -> Around:
+    """What follows the fields of graphs outside of models."""
+    kept = comm.caches.of(_Fields)
+    if kept.around is None:
+        kept.around = Around(FollowFunctions(FollowRows(nn.Module())), comm)
+    return kept.around
+
+
 def mark_fields(follower: FollowRows, comm: Ranks) -> None:
     """Tell `follower` the sets of rows of the graphs that are in use, and the fields of them that were read."""
-    follower.marks.selections = around_of_fields(comm).marks.selections
+    follower.marks.selections = _around_of_fields(comm).marks.selections
     marks, graphs = follower.marks, list(comm.caches.of(LoadedGraphs).graphs)
     marks.known = [rows for graph in graphs for rows in graph.row_sets()]
     marks.by_name = {
@@ -45,7 +60,7 @@ def as_given(field: Tensor, comm: Ranks, is_kept: bool = False) -> Tensor:
         return field
     if isinstance(field, FollowedTensor) or torch_private.is_in_backward():  # which runs code of a model again
         return field
-    around = around_of_fields(comm)
+    around = _around_of_fields(comm)
     if field not in around.marks.rows:
         mark_fields(around.follower, comm)
     return around.followed(field)  # type: ignore[no-any-return]

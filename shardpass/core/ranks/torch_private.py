@@ -55,7 +55,6 @@ __all__ = [
     "dispatch_modes",
     "forward_hooks",
     "function_modes",
-    "grad_hooks",
     "has_any_forward_hook",
     "has_forward_hook",
     "has_hook",
@@ -144,12 +143,6 @@ def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None
     hooks: tuple[Callable[..., Any], Callable[..., Any]] | None
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
     return hooks
-
-
-def grad_hooks(parameter: Tensor) -> list[Callable[..., Any]]:
-    """What `Tensor.register_hook` and `register_post_accumulate_grad_hook` have registered on `parameter`."""
-    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return [hook for name in names for hook in (getattr(parameter, name, None) or {}).values()]
 
 
 def has_forward_hook(module: nn.Module, hook: Callable[..., Any] | None = None) -> bool:

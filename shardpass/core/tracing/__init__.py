@@ -13,7 +13,6 @@ from shardpass.core.tracing.edge_trace import (
     Phase,
     StopPass,
     tensors_in,
-    writes_in_place,
 )
 from shardpass.core.tracing.findings import Dependence, Findings
 from shardpass.core.tracing.formula import MOST_TABLES, Formula, Leaf, Step
@@ -78,5 +77,4 @@ __all__ = [
     "sample_inputs",
     "structure_of",
     "tensors_in",
-    "writes_in_place",
 ]

@@ -11,7 +11,7 @@ counting, comparing) is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -78,15 +78,6 @@ def tensors_in(args: Iterable[Any]) -> list[Tensor]:
         elif isinstance(arg, (list, tuple)):
             found += [item for item in arg if isinstance(item, Tensor)]
     return found
-
-
-def writes_in_place(name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function of torch of this name writes into an operand."""
-    if kwargs.get("out") is not None or name == "__setitem__":
-        return True
-    if name.startswith("__"):
-        return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
-    return name.endswith("_")
 
 
 def transform_refusal(name: str, line: str, transform: str) -> RefusedError:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from shardpass.core.following import user_line
+from shardpass.core.following import user_line, writes_in_place
 from shardpass.core.ranks import is_differentiable, torch_private
-from shardpass.core.tracing.edge_trace import HARMLESS_OPS, SHAPE_OPS, EdgeTrace, sequence_number, writes_in_place
+from shardpass.core.tracing.edge_trace import HARMLESS_OPS, SHAPE_OPS, EdgeTrace, sequence_number
 from shardpass.core.tracing.expression import BINARY, KEEPS_VALUES, Expr, apply, opaque, plain
 from shardpass.core.tracing.linear_maps import LinearMap, linear_map
 from shardpass.core.tracing.program import Inputs, Key, Program

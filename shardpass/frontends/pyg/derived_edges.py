@@ -70,8 +70,11 @@ def _found_again(function: Callable[..., Any], edge_index: Any, *args: Any, **kw
     results = edge_index.plan.comm.caches.of(_Results, edge_index.derivation)
     result = results.find(key, weights)
     if result is None or result.versions != [torch_private.version_of(one) for one in _tensors(result.values)]:
+        comm = edge_index.plan.comm
+        calls = comm.calls
         out = function(edge_index, *args, **kwargs)
-        _keep(results, key, weights, edge_index, out)
+        if comm.calls == calls or comm.size == 1:  # a rank that finds what others make would not answer them
+            _keep(results, key, weights, edge_index, out)
         return out
     return tuple(_restored(value, edge_index) for value in result.values)
 
@@ -82,6 +85,8 @@ def _is_kept(edge_index: Any, given: Sequence[Any], weights: Sequence[Tensor]) -
         return False
     comm = edge_index.plan.comm
     if edge_index.flow is not None or edge_index.lacks_last or comm.is_followed or comm.kept_calls is not None:
+        return False
+    if torch_private.saved_tensor_hooks() is not None:  # of `sp.offload`, so that memory is scarce
         return False
     # on several ranks, weights may be written to on one of them, and a function may communicate
     are_constant = all(type(one) is Tensor and one.dim() == 1 and not one.requires_grad for one in weights)
