@@ -172,7 +172,7 @@ class Rows(TorchDispatchMode):
 @pytest.mark.parametrize("fused", [True, False])
 def test_no_tensor_has_a_row_per_edge(fused):
     def work(comm):
-        options = sp.Options(chunk_bytes=1000, fuse_attention=fused)
+        options = sp.Options(chunk_bytes=512, fuse_attention=fused)
         graph = share(comm, options)
         model = sp.dgl.wrap(dnn.GATConv(5, 3, 2, attn_drop=0.5, **ZERO), comm, check=False)
         model(graph, graph.node["x"]).sum().backward()

@@ -32,7 +32,9 @@ class UserLine(NamedTuple):
 
 def user_line(error: BaseException | None = None) -> UserLine:
     """``file:line: code`` of the innermost frame that is in no library, now or where `error` was raised."""
-    stack = traceback.walk_stack(currentframe()) if error is None else reversed([*traceback.walk_tb(error.__traceback__)])
+    stack = (
+        traceback.walk_stack(currentframe()) if error is None else reversed([*traceback.walk_tb(error.__traceback__)])
+    )
     for frame, number in stack:
         file = frame.f_code.co_filename
         if not file.startswith(_folders()) and not file.endswith((".pyx", ".pxi")):

@@ -191,11 +191,17 @@ class Edges:
         return shards
 
 
+def _as_it_is(rows: Tensor) -> Tensor:
+    return rows
+
+
 def frame_of(part: Nodes | Edges, id_field: str, hidden: frozenset[str]) -> Frame:
     """The data of some nodes or edges, with their original ids as the field `id_field`."""
     ids = LazyFields({id_field: torch.empty(0)}, lambda _: part.ids)  # of edges, they are made when they are read
-    given = part.fields.followed if isinstance(part.fields, OwnFields) else lambda rows: rows
+    given = part.fields.followed if isinstance(part.fields, OwnFields) else _as_it_is
     stored = ChainMap(ids, LazyFields(part.fields, given))
+    if not hidden:  # code sees the part of this rank, and sets fields in models that are not wrapped
+        given = _as_it_is
     if isinstance(part, Nodes):
         return Frame(part.num, part.total, "nodes", stored, hidden, given=given)
     return Frame(part.num, part.total, "edges", stored, hidden, part.check, given)

@@ -175,7 +175,8 @@ class TypedGraph(Closed, HoldsEdges):
         edges = self._edges[self.to_canonical_etype(etype)]
         if is_all(v):
             degrees = edges.in_degrees.clone()
-            given = None if self.comm.forward else as_given(degrees, self.comm, is_kept=True)
+            is_plain = self.comm.forward is not None or self.shows_part
+            given = None if is_plain else as_given(degrees, self.comm, is_kept=True)
             degrees = InDegrees.of(degrees, edges.leaves_out, given=given)
             self.comm.mark_rows(degrees, edges.plan.dst_set)
             return degrees
@@ -188,7 +189,8 @@ class TypedGraph(Closed, HoldsEdges):
         if is_all(u):
             degrees = edges.out_degrees.clone()
             self.comm.mark_rows(degrees, edges.plan.source_set)
-            return degrees if self.comm.forward else as_given(degrees, self.comm, is_kept=True)
+            is_plain = self.comm.forward is not None or self.shows_part
+            return degrees if is_plain else as_given(degrees, self.comm, is_kept=True)
         return self._of_chosen(edges.out_degrees, u, edges.plan.source_set, "graph.out_degrees(u)")
 
     def _of_chosen(self, degrees: Tensor, given: Any, of: RowSet, call: str) -> Tensor:
