@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardpass.core.following import writes_in_place
 from shardpass.core.ranks import torch_private
-from shardpass.core.tracing import METADATA_OPS, tensors_in
+from shardpass.core.tracing import METADATA_OPS, tensors_in, writes_in_place
 
 _READS_NO_VALUES = METADATA_OPS.union(["__get__", "__repr__"])
 

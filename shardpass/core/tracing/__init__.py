@@ -3,6 +3,7 @@
 This room sees one piece of edges at a time. It does not communicate and knows no shards of other ranks.
 """
 
+from shardpass.core.following import writes_in_place
 from shardpass.core.tracing.edge_trace import (
     HARMLESS_OPS,
     INDEX_OPS,
@@ -77,4 +78,5 @@ __all__ = [
     "sample_inputs",
     "structure_of",
     "tensors_in",
+    "writes_in_place",
 ]
