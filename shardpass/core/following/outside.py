@@ -1,6 +1,6 @@
 """Following goes on around the model: what is made of its results, and of the fields of graphs, until backward.
 
-A followed call returns tensors of a class whose operations come here, and on several ranks a script gets the fields of
+A call of a model returns tensors of a class whose operations come here. On several ranks a script gets the fields of
 graphs in that form too. Operations run on plain tensors, and are judged as those within a model are. A rank may look at
 what it made of its own rows, as scripts do to print it. So what would be refused in a model is only noted here, and
 raised when backward comes to it.
@@ -56,10 +56,10 @@ _RUNS_AS_IT_IS = _SHOWS.union(["__deepcopy__", "__reduce_ex__"])
 
 
 class Around:
-    """Follows what is made of the results of one call, or of the fields of all graphs.
+    """Follows what is made of the results of some calls, or of the fields of all graphs.
 
     Args:
-        functions: followed the call.
+        functions: followed the last of these calls that was followed.
         comm: the ranks.
     """
 

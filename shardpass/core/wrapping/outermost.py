@@ -166,6 +166,9 @@ class OutermostCall:
     before: Callable[[], None] | None = None
     """Is called before the method, unless the model calls it itself. Collective."""
 
+    gives_own_rows = True
+    """Whether results hold rows as those of other calls do, and not those of a sampled block."""
+
     @property
     def plain(self) -> MethodType:
         """The method as the class of the model has it."""
@@ -262,6 +265,9 @@ class OutermostCall:
             return function(*args, **kwargs)
         self.followed.held.make_plain()
         if (follower := self._follower()) is None:
+            self._taken.clear()  # which would keep their graphs of autograd alive
+            if not self.gives_own_rows:
+                return function(*args, **kwargs)
             out, around = self.followed.unfollowed(self.model, self.method, lambda: function(*args, **kwargs))
             self._around = None if around is None else (around, out)
             return out
@@ -279,21 +285,7 @@ class OutermostCall:
                 followed_for_hooks(self.model, around := Around(functions, self.comm), self.comm.size > 1),
             ):
                 with follower.paused():
-                    while self._taken:
-                        one = self._taken.pop()
-                        one.around.tell(follower.marks, one.plain)
-                    if self.comm.size > 1 and any(
-                        isinstance(leaf, Tensor) and has_raw_parameter(leaf) for leaf in leaves
-                    ):
-                        raise state_beside_rows(user_line(), self.method)
-                    follower.marks.recognise((args, kwargs), is_given=True)
-                    follower.marks.check_arguments(args, kwargs)
-                    follower.marks.recognise([vars(module) for module in self.model.modules()], is_given=True)
-                    if not self.followed.knows_order:
-                        loaded = [*self.comm.caches.of(LoadedGraphs).graphs]
-                        refuse_original_order((args, kwargs), loaded)
-                        refuse_two_numberings((args, kwargs), loaded)
-                        self.followed.knows_order = True
+                    self._check_arguments(follower, args, kwargs)
                 out = function(*args, **kwargs)
                 for leaf in torch_private.tree_leaves(out):
                     functions.note_function(leaf)
@@ -322,6 +314,23 @@ class OutermostCall:
             self._around = around, out
             self.followed.note_results(self.model, self.method, around, out)
         return out
+
+    def _check_arguments(self, follower: FollowRows, args: Any, kwargs: Any) -> None:
+        """Tell `follower` what is known of the arguments, and what the model keeps. Refuse what cannot be exact."""
+        while self._taken:
+            one = self._taken.pop()
+            one.around.tell(follower.marks, one.plain)
+        leaves = torch_private.tree_leaves((args, kwargs))
+        if self.comm.size > 1 and any(isinstance(leaf, Tensor) and has_raw_parameter(leaf) for leaf in leaves):
+            raise state_beside_rows(user_line(), self.method)
+        follower.marks.recognise((args, kwargs), is_given=True)
+        follower.marks.check_arguments(args, kwargs)
+        follower.marks.recognise([vars(module) for module in self.model.modules()], is_given=True)
+        if not self.followed.knows_order:
+            loaded = [*self.comm.caches.of(LoadedGraphs).graphs]
+            refuse_original_order((args, kwargs), loaded)
+            refuse_two_numberings((args, kwargs), loaded)
+            self.followed.knows_order = True
 
     def is_known(self, module: nn.Module) -> bool:
         """Whether `module` is known to be exact; a frontend adds the layers of its library."""

@@ -159,6 +159,7 @@ class _Method(OutermostCall):
                 f"an ordinary graph, load the state_dict into a model that is not wrapped"
             )
         self._is_of_parts = any(graph.core is None for graph in given)
+        self.gives_own_rows = not self._is_of_parts
         return self.run(self._computed, (given, args, kwargs), {})
 
     def _held(self) -> list[Any]:
