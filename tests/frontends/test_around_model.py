@@ -125,7 +125,7 @@ class Centred(torch.autograd.Function):
 def centre(t):
     if t.comm is None:
         return t.z.mean(0)
-    return sp.all_reduce_sum(t.z.sum(0), t.comm) / sp.total(len(t.x), t.comm)
+    return sp.all_reduce_sum(t.z.sum(0), t.comm) / sp.total(t.x.size(0), t.comm)
 
 
 def in_place(t):
@@ -218,13 +218,13 @@ EXACT = {
     "a penalty": lambda t: t.loss(t.z) + 0.1 * sum(p.square().sum() for p in t.model.parameters()),
     "an auxiliary mean": lambda t: t.loss(t.z) + t.mean(t.z.abs()),
     "a sum over own rows": lambda t: t.z.square().sum() + 3,
-    "losses of rows": lambda t: t.mean(F.mse_loss(t.z, torch.zeros(len(t.x), 8).double(), reduction="none")),
+    "losses of rows": lambda t: t.mean(F.mse_loss(t.z, torch.zeros(t.x.size(0), 8).double(), reduction="none")),
     "beside a mean without gradient": lambda t: t.mean((t.z / (t.mean(t.z.abs()).detach() + 1)).tanh()),
     "a soft target": lambda t: t.mean(
         F.kl_div(F.log_softmax(t.z / 2, 1), F.softmax(t.z.detach(), 1), reduction="none")
     ),
     "a hook that clips": lambda t: hooked(t, lambda g: g.clamp(-0.001, 0.001)),
-    "labels of its own": lambda t: t.mean(t.z[:, 0] * torch.arange(len(t.x)).remainder(1)),
+    "labels of its own": lambda t: t.mean(t.z[:, 0] * torch.arange(t.x.size(0)).remainder(1)),
     "a function that keeps its rows": lambda t: t.mean(Tanh.apply(t.z).square()),
     "a function that returns its rows": lambda t: t.mean(SameRows.apply(t.z).square()),
     "distances to the mean of all": lambda t: t.mean((t.z - centre(t)).square()),
@@ -367,87 +367,5 @@ def test_what_takes_in_own_rows_alone_is_refused_at_its_line(name, ranks):
     def work(comm):
         with pytest.raises(RefusedError, match=r"test_around_model\.py:\d+: "):
             gradients(Task(comm), REFUSED[name])
-
-    run(work, ranks)
-
-
-def _accuracy(t, out):
-    return float((out.argmax(1) == t.y)[t.m].double().mean())
-
-
-READ = {
-    "an accuracy of own rows": (_accuracy, "`mean` puts rows together"),
-    "a number of own rows": (lambda t, out: (out.argmax(1) == t.y).sum().item(), "`sum` puts rows together"),
-    "an accuracy in a text": (lambda t, out: f"{(out.argmax(1) == t.y).double().mean():.3f}", "`mean` puts rows"),
-    "a branch": (lambda t, out: bool(out.max() > 0), "`max` puts rows together"),
-    "rows in numpy": (lambda t, out: out.numpy(), "`numpy` takes nodes out of torch"),
-    "rows in lists": (lambda t, out: out.tolist(), "`tolist` takes nodes out of torch"),
-}
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("name", READ)
-def test_what_leaves_torch_as_a_number_of_own_rows_is_warned_of_once(name, ranks):
-    function, words = READ[name]
-
-    def work(comm):
-        task = Task(comm)
-        with torch.no_grad():
-            out = task.model(task.x, task.graph)
-        for _ in range(2):
-            function(task, out)
-
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        run(work, ranks)
-    found = [str(one.message) for one in told if "of this rank" in str(one.message) or "This rank" in str(one.message)]
-    assert len(found) == (ranks > 1) and all(words in one for one in found)
-
-
-def test_metrics_and_losses_of_all_ranks_are_read_without_a_warning():
-    def work(comm):
-        task = Task(comm)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            loss = task.loss(task.z)
-            loss.backward()
-            read = loss.item(), f"{loss:.3f}", sp.accuracy(task.z, task.y, task.m, comm), repr(task.z[:2])
-            rows = sp.gather(task.graph, task.z)
-            own = comm.all_reduce((task.z.detach() > 0).sum(0))
-        assert read and type(own) is torch.Tensor and (rows is None or type(rows) is torch.Tensor)
-
-    run(work, 3)
-
-
-def test_a_hook_of_gradients_on_the_wrapped_model_is_warned_of():
-    def work(comm):
-        task = Task(comm)
-        task.model.register_full_backward_hook(lambda module, inputs, outputs: None)
-        with pytest.warns(UserWarning, match="Register it on a module within"):
-            task.loss(task.model(task.x, task.graph)).backward()
-
-    run(work, 1)
-
-
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_a_sum_over_own_rows_that_is_divided_by_their_number_is_refused(ranks):
-    def work(comm):
-        task = Task(comm)
-        losses = F.cross_entropy(task.z, task.y, reduction="none") * task.m
-        for count in (int(task.m.sum()), task.m.sum(), task.m.numel(), losses.size(0), len(losses)):
-            with pytest.raises(RefusedError, match=r"is divided by their number|made of how many rows"):
-                (losses.sum() / count).backward()
-
-    run(work, ranks)
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_loss_reduced_by_hand_has_no_gradients(ranks):
-    def work(comm):
-        task = Task(comm)
-        total = comm.all_reduce(task.z.square().sum(), "sum")
-        assert total.item() > 0
-        with pytest.raises(RefusedError, match=r"comm\.all_reduce, which gives no gradients"):
-            (task.loss(task.z) + total).backward()
 
     run(work, ranks)

@@ -28,6 +28,7 @@ from shardpass.core.following.refusals import (
     Mixture,
     counts_for_each_rank,
     counts_once,
+    plain_length,
     raise_in_backward,
     refusal,
     refuse_own_graph,
@@ -66,7 +67,7 @@ class Around:
     def __init__(self, functions: FollowFunctions, comm: Ranks) -> None:
         self.comm, self.functions = comm, functions
         self.follower, self.marks = functions.follower, functions.follower.marks
-        self._has_warned = False
+        self._warned: set[str] = set()
 
     def tell(self, marks: Marks, tensor: Tensor) -> None:
         """Tell the `marks` of another model what is known of `tensor`."""
@@ -303,6 +304,7 @@ class Around:
                 out = func(*args, **kwargs)
         if name == "__len__":
             self.comm.caches.of(OwnCounts).counts.add(out)
+            self._warn(plain_length(user_line()), of=name)
         for one in _tensors_in(out):
             mixture = self.marks.mixtures.get(one)
             if mixture is not None and sums is not None:
@@ -371,9 +373,9 @@ class Around:
             return torch.Size([self._without_counts(one) for one in out])
         return out
 
-    def _warn(self, refused: RefusedError) -> None:
-        if not self._has_warned:
-            self._has_warned = True
+    def _warn(self, refused: RefusedError, of: str = "") -> None:
+        if of not in self._warned:
+            self._warned.add(of)
             if self.comm.rank == 0 and self.comm.size > 1:
                 warnings.warn(f"{refused}. What is computed of it from here on is not followed", stacklevel=5)
 

@@ -134,7 +134,15 @@ def whole_beside_rows(line: UserLine, name: str) -> RefusedError:
     return RefusedError(
         f"{line}: `{name}` puts a loss or a mean over the rows of all ranks beside rows of this rank. Its value is "
         f"that of all rows, but its gradient is this rank's share. For a mean that rows are compared with, divide "
-        f"shardpass.all_reduce_sum(rows.sum(0), comm) by shardpass.total(len(rows), comm), or detach() it"
+        f"shardpass.all_reduce_sum(rows.sum(0), comm) by shardpass.total(rows.size(0), comm), or detach() it"
+    )
+
+
+def plain_length(line: UserLine) -> RefusedError:
+    """What is to be known of `len`, which is not refused."""
+    return RefusedError(
+        f"{line}: `len` is a plain number, though it is this rank's. Take rows.size(0) if you compute with it, or "
+        f"shardpass.total(rows.size(0), comm) for the number of all ranks"
     )
 
 
