@@ -13,6 +13,7 @@ from torch import nn
 pytest.importorskip("torch_geometric")
 
 import torch_geometric.nn as gnn
+import torch_geometric.utils as pyg
 
 import shardpass as sp
 from shardpass.errors import RefusedError
@@ -179,6 +180,21 @@ def to_prototypes(t, count):
     return t.mean((t.z @ prototypes.t()).logsumexp(1) + near)
 
 
+def by_label(t, count):
+    table = torch.linspace(-1, 1, count * 8).double().view(count, 8)
+    return t.mean((t.z - table[t.y % count]).square() + F.embedding(t.y % count, table))
+
+
+def degrees(t):
+    return pyg.degree(t.graph[1] if t.comm is None else t.graph.edge_index[1], t.x.size(0)).double()
+
+
+def degrees_by_hand(t):
+    index, found = t.graph[1] if t.comm is None else t.graph.edge_index[1], torch.zeros(t.x.size(0))
+    found.index_add_(0, index, torch.ones(index.size(0)))
+    return found / found.max()
+
+
 def to_candidates(t):
     ids = torch.arange(0, 12, 3)
     candidates = t.z[ids] if t.comm is None else sp.rows(t.graph, t.z, ids)
@@ -250,6 +266,9 @@ EXACT = {
     "a scaled loss": with_scaler,
     "as many prototypes as own rows": lambda t: sum(to_prototypes(t, count) for count in COUNTS),
     "candidates of all ranks": to_candidates,
+    "tables with as many entries as own rows": lambda t: sum(by_label(t, count) for count in COUNTS),
+    "weights by degree": lambda t: t.mean(t.z * degrees(t).log1p()[:, None]),
+    "weights by degree and its mean": lambda t: t.mean(t.z[:, 0] * degrees(t) / t.mean(degrees(t)).detach()),
     "sums of classes that are added": lambda t: (
         t.loss(t.z) + t.alike(t.added(torch.zeros(4, 8).double().index_add(0, t.y.remainder(4), t.z)).square().sum())
     ),
@@ -284,6 +303,8 @@ REFUSED = {
     "rows by their places of another model": lambda t: t.mean((t.z @ teacher(t)[:4].t()).square()),
     "a mean in a memory": lambda t: kept(t, t.z.mean(0)),
     "rows in a tensor of its own": written,
+    "weights by degree over its maximum": lambda t: t.mean(t.z[:, 0] * degrees(t) / degrees(t).max()),
+    "degrees in a tensor of its own": lambda t: t.mean(t.z[:, 0] * degrees_by_hand(t)),
     "such a term beside a loss": lambda t: t.loss(t.z) + gram(t),
     "such a term in a sum over ranks": lambda t: gram(t) if t.comm is None else sp.sum(gram(t)[None], None, t.comm),
     "centres that are parameters": lambda t: (t.z - CENTRES[t.y.remainder(4)]).square().sum(),

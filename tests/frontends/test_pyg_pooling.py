@@ -233,6 +233,9 @@ def test_the_batch_looks_like_a_tensor(comm):
     batch = BatchIndex.of(3 * comm.rank, comm)
     assert batch.shape == (3 * comm.rank,) and batch.dtype == torch.long and len(batch) == 3 * comm.rank
     assert int(batch.max()) == 0 and batch.numel() > 0, "also on a rank without nodes"
+    several = BatchIndex.wrap(torch.tensor([1, 0, 1]), 3, comm, num_graphs=3)
+    for ones in (torch.nn.functional.one_hot(several), torch.nn.functional.one_hot(several, num_classes=3)):
+        assert ones.tolist() == [[0, 1, 0], [1, 0, 0], [0, 1, 0]]
     assert "0" in repr(BatchIndex.of(2, comm)) and bool((batch == 0).all()) and copy.deepcopy(batch) is batch
     assert isinstance(batch.clone().long().to("cpu").view(-1, 1), BatchIndex)
     assert torch.bincount(batch, minlength=3).tolist() == [3, 0, 0]

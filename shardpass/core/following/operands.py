@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardpass.core.following.call import Found, Made
 from shardpass.core.following.judge import verdict_of
 from shardpass.core.following.kinds import distances, product
 from shardpass.core.following.marks import Marks
-from shardpass.core.following.places import searched
+from shardpass.core.following.places import added_along, at_own_places, indexed, look_up, searched, select_entries
 from shardpass.core.following.refusals import Mixture
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.table import is_pointwise, rule_of
@@ -20,6 +21,8 @@ from shardpass.core.following.user_line import user_line
 
 _COMPARES = (product, distances, searched)
 """Kinds of operations that put each row of one operand beside all of another."""
+_TAKES, _ADDS = (look_up, select_entries, indexed), (at_own_places, added_along)
+_INTEGERS = (torch.int32, torch.int64)
 
 
 def rows_of_operands(marks: Marks, func: Any, leaves: Sequence[Any], are_known: bool) -> dict[int, Rows]:
@@ -31,7 +34,8 @@ def rows_of_operands(marks: Marks, func: Any, leaves: Sequence[Any], are_known: 
         leaves: what it is given.
         are_known: nobody has given these from outside, so that what is not marked is made of plain numbers.
     """
-    is_of_script = marks.is_around and (is_pointwise(func) or rule_of(func) in _COMPARES)
+    tells = is_pointwise(func) or rule_of(func) in _COMPARES or _index_tells(marks, func, leaves)
+    is_of_script = marks.is_around and tells
     if is_of_script:  # what stands beside rows there tells where a tensor of a script's own has rows
         marks.recognise_told(leaves)
     elif are_known and not marks.is_around:
@@ -46,6 +50,14 @@ def marked_rows(marks: Marks, leaves: Sequence[Any]) -> dict[int, Rows]:
     """Where those of `leaves` hold rows that are marked, by their position."""
     found = {i: marks.rows_of(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     return {i: rows for i, rows in found.items() if rows is not None}
+
+
+def _index_tells(marks: Marks, func: Any, leaves: Sequence[Any]) -> bool:
+    """Whether values of rows, such as labels, take entries of a table, or numbers of rows say where it is added to."""
+    takes, adds = rule_of(func) in _TAKES, rule_of(func) in _ADDS
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)] if takes or adds else []
+    rows = [found for leaf in tensors[1:] if leaf.dtype in _INTEGERS and (found := marks.rows_of(leaf)) is not None]
+    return any((found.points_to is None) == takes for found in rows)
 
 
 def _without_candidates(func: Any, leaves: Sequence[Any], found: dict[int, Rows]) -> dict[int, Rows]:

@@ -26,6 +26,7 @@ from shardpass.core.following.own_numbers import own_number
 from shardpass.core.following.refusals import (
     SUMS,
     Mixture,
+    added_by_rows,
     counts_for_each_rank,
     counts_once,
     plain_length,
@@ -36,7 +37,7 @@ from shardpass.core.following.refusals import (
 )
 from shardpass.core.following.row_count import OwnCount, leaves_of
 from shardpass.core.following.rows import Rows
-from shardpass.core.following.user_line import user_line
+from shardpass.core.following.user_line import is_asked_by, user_line
 from shardpass.core.following.writes import writes_in_place
 from shardpass.core.ranks import (
     Gives,
@@ -175,7 +176,7 @@ class Around:
         tensors = [leaf for leaf in leaves_of((args, [*kwargs.values()])) if isinstance(leaf, Tensor)]
         near = self._sets_of_followed(tensors)
         is_own = bool(args) and type(args[0]) is Tensor
-        is_put_by_rows = self._is_put_by_rows(name, args)
+        at = self._rows_put_at(name, args)
         args, kwargs = torch_private.tree_map(_plain_operand, (args, kwargs))
         if is_own and name in _TAKES_DTYPE:
             return func(*args, **kwargs)
@@ -185,8 +186,9 @@ class Around:
             return self._as_it_is(func, name, args, kwargs)
         writes = writes_in_place(name, kwargs)
         given = _tensors_in(args, kwargs)
-        if writes and is_own:
-            return self._written(func, args, kwargs, given, is_put_by_rows)
+        is_new = at is not None and at.points_to is not None and is_asked_by("torch_geometric.")
+        if writes and is_own and not is_new:  # PyG returns what it adds zeros to
+            return self._written(func, args, kwargs, given, at)
         if name == "bincount":
             return self._counted(func, args, kwargs)
         if name == "contiguous" and any(of.root for of in self.marks.sets_in(given)):
@@ -248,23 +250,19 @@ class Around:
             self.marks.mixtures.add(out, Mixture("bincount", user_line(), sets[0], is_sum=True))
         return self.followed(out)
 
-    def _is_put_by_rows(self, name: str, args: Any) -> bool:
-        """Whether values of own rows, such as labels, say where something is written or added."""
+    def _rows_put_at(self, name: str, args: Any) -> Rows | None:
+        """The rows whose values, such as labels or ``edge_index[1]``, say where something is written or added."""
         index = args[1:2] if name == "__setitem__" else args[2:3] if name in _ADDS_ROWS_INTO else ()
         if not index or not isinstance(index[0], FollowedOutput) or index[0].dtype == torch.bool:
-            return False
+            return None
         rows = self.marks.rows_of(index[0].plain)
-        return rows is not None and rows.points_to is None
+        return None if rows is None or (name == "__setitem__" and rows.points_to is not None) else rows
 
-    def _written(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], is_by_rows: bool) -> Any:
+    def _written(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], at: Rows | None) -> Any:
         """What a function returns that writes into a tensor of a script's own, which is not followed after it."""
         self.check_given(given, "rows")
-        if is_by_rows:
-            raise RefusedError(
-                f"{user_line()}: the rows of this rank decide where something is added to a tensor of your own, and "
-                f"nobody follows what you make of that. Make it of them, as torch.bincount and "
-                f"F.one_hot(y, classes).sum(0) do, and give that to shardpass.all_reduce_sum"
-            )
+        if at is not None:
+            raise added_by_rows(user_line(), at)
         if torch.is_grad_enabled() and any(one.requires_grad for one in given):
             raise RefusedError(
                 f"{user_line()}: results of a model are written into a tensor that is not made of them, where nobody "

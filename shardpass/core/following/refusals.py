@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shardpass.core.following.origin import Origin, repeats_one_row
+from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import UserLine, given_to, is_asked_by, user_line
 from shardpass.core.ranks import RowSet
 from shardpass.errors import RefusedError
@@ -135,6 +136,18 @@ def whole_beside_rows(line: UserLine, name: str) -> RefusedError:
         f"{line}: `{name}` puts a loss or a mean over the rows of all ranks beside rows of this rank. Its value is "
         f"that of all rows, but its gradient is this rank's share. For a mean that rows are compared with, divide "
         f"shardpass.all_reduce_sum(rows.sum(0), comm) by shardpass.total(rows.size(0), comm), or detach() it"
+    )
+
+
+def added_by_rows(line: UserLine, at: Rows) -> RefusedError:
+    """Why rows cannot say where something is added to a tensor of a script's own."""
+    if at.points_to is None:
+        remedy = "as torch.bincount and F.one_hot(y, classes).sum(0) do, and give that to shardpass.all_reduce_sum"
+    else:
+        remedy = "as torch.zeros(num_nodes).scatter_add(0, index, values) does"
+    return RefusedError(
+        f"{line}: rows of this rank decide where something is added to a tensor of your own, and nobody follows what "
+        f"you make of that. Make a new one of them, {remedy}"
     )
 
 

@@ -120,6 +120,9 @@ def _asked(mine: BatchIndex, name: str, func: Any, args: tuple[Any, ...], kwargs
         return mine.plain.new_zeros(())
     if name in ("eq", "ne", "__eq__", "__ne__") and isinstance(args[1], int):
         return func(*plain)
+    if name == "one_hot":
+        classes = (*args[1:], *kwargs.values(), -1)[0]
+        return func(mine.plain, mine.num_graphs if classes == -1 else classes)
     key = args[-1]
     if name == "__getitem__" and all(
         k is None or k in (slice(None), ...) for k in (key if type(key) is tuple else [key])

@@ -28,6 +28,7 @@ from shardpass.core.graphs.by_source import (
     take_by_source,
 )
 from shardpass.core.graphs.edge_mask import EdgeMask
+from shardpass.core.graphs.given import as_given
 from shardpass.core.graphs.last_node import ROWS_READ, lacks_last_node, other_count
 from shardpass.core.graphs.layer_flow import LayerFlow
 from shardpass.core.graphs.rearranged import Part, rearranged, refused_shape
@@ -303,7 +304,7 @@ def _marked(mine: ShardedEdgeIndex | SourceRows, out: Any) -> Any:
                 is_row = isinstance(mine, ShardedEdgeIndex) and type(tensor) is Tensor and tensor.dim() == 1
                 dim = [*tensor.shape].index(count)
                 plan.comm.mark_rows(tensor, plan.edge_set(count), dim, points_to=plan.dst_set if is_row else None)
-    return out
+    return torch_private.tree_map(lambda one: as_given(one, plan.comm) if type(one) is Tensor else one, out)
 
 
 def _copied(mine: ShardedEdgeIndex, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

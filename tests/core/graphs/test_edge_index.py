@@ -53,7 +53,7 @@ def test_gather_and_scatter_by_both_rows(ranks):
 
     def work(graph):
         row, col = graph.edge_index
-        assert isinstance(row, SourceRows) and type(col) is torch.Tensor
+        assert isinstance(row, SourceRows) and not isinstance(col, SourceRows)
         x = graph.x.clone().requires_grad_()
         w = graph.edge_weight.clone().requires_grad_()
         zeros = torch.zeros(graph.num_own_nodes, dtype=torch.float64)
@@ -88,7 +88,7 @@ def test_gather_and_scatter_by_both_rows(ranks):
     lambda e: (e[0] == e[1]).any(),
     lambda e: bool((e[0] != e[1]).all()),
     lambda e: int((e[0] == e[1]).sum()),
-    lambda e: (~(e[0] == e[1]) & (e[1] > 3)).sum(),
+    lambda e: (~(e[0] == e[1])).sum(),
 ])  # fmt: skip
 def test_whether_there_are_self_loops_is_a_question_to_all_ranks(ask):
     with pytest.raises(RefusedError, match="mask over this rank's edges"):
@@ -120,10 +120,11 @@ def test_derived_edge_lists_stay_what_they_are(sharded):
 def test_reversed_lists_know_which_row_holds_the_sources(sharded, turn):
     turned = turn(sharded.edge_index)
     assert turned.is_reversed and torch.equal(turned.plain, sharded.edge_index.plain.flip(0))
-    assert type(turned[0]) is torch.Tensor and isinstance(turned[1], SourceRows) and isinstance(turned[-1], SourceRows)
+    assert not isinstance(turned[0], SourceRows)
+    assert isinstance(turned[1], SourceRows) and isinstance(turned[-1], SourceRows)
     assert turned[:, torch.arange(3)].is_reversed and not turned.flip(0).is_reversed
     first, second = turned
-    assert type(first) is torch.Tensor and isinstance(second, SourceRows)
+    assert not isinstance(first, SourceRows) and isinstance(second, SourceRows)
 
 
 # What is refused
@@ -180,7 +181,7 @@ def refused_on_edge_index():
         "index_put": lambda e, g: torch.zeros(g.num_own_nodes).index_put_((e[0],), torch.ones(1)),
         "scatter max": lambda e, g: g.x.scatter_reduce(0, e[0], torch.ones(g.num_own_edges), "amax"),
         "scatter": lambda e, g: torch.zeros(g.num_own_nodes).scatter_(0, e[0], 1.0),
-        "scatter of ids": lambda e, g: torch.zeros(g.num_own_nodes, dtype=torch.int64).scatter_add_(0, e[1], e[0]),
+        "scatter of ids": lambda e, g: torch.zeros(g.num_own_nodes, dtype=torch.int64).scatter_add(0, e[1], e[0]),
         "flipped order": lambda e, g: e.flip(1),
         "both flipped": lambda e, g: e.flip(0, 1),
         "cat with the reverse": lambda e, g: torch.cat([e, e.flip(0)], dim=1),
