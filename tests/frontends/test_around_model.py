@@ -12,78 +12,14 @@ from torch import nn
 
 pytest.importorskip("torch_geometric")
 
-import torch_geometric.nn as gnn
 import torch_geometric.utils as pyg
 
 import shardpass as sp
 from shardpass.errors import RefusedError
-from shardpass.testing import run, shard_in_memory
+from shardpass.testing import run
 
+from .around_model import COUNTS, MASKED, MODEL, OTHER, Task
 from .inside_model import GRAPH, OWNERS
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last, self.head = gnn.SAGEConv(6, 8), gnn.GCNConv(8, 8), nn.Linear(8, 8)
-        self.rate = nn.Parameter(torch.ones(()))
-
-    def forward(self, x, edges):
-        self.hidden = self.first(x, edges)
-        self.layers = [self.hidden.tanh()]
-        return self.last(self.layers[0], edges)
-
-    def decode(self, z):
-        return z.sigmoid()
-
-    def penalised(self, x, edges):
-        return self(x, edges), self.head.weight.square().sum()
-
-    def weighed(self, loss):
-        return self.rate * loss
-
-
-def _model():
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return Net().double()
-
-
-MODEL = _model()
-OTHER = nn.Linear(8, 3).double()
-MASKED = int(GRAPH.node["m"].sum())
-COUNTS = sorted({int(count) for owner in OWNERS.values() for count in owner.bincount() if count > 1})
-"""As many rows or columns as some rank has nodes."""
-
-
-class Task:
-    """The model, its graph, and losses over all nodes, in one process or in several."""
-
-    def __init__(self, comm=None):
-        self.comm, self.model = comm, copy.deepcopy(MODEL)
-        if comm is None:
-            self.graph, fields = GRAPH.edge_index, GRAPH.node
-        else:
-            self.graph = shard_in_memory(GRAPH, OWNERS[comm.size], comm)
-            fields = {name: getattr(self.graph, name) for name in ("x", "y", "m")}
-            self.model = sp.pyg.wrap(self.model, comm)
-        self.x, self.y, self.m = (fields[name] for name in ("x", "y", "m"))
-        self.labels = self.y[self.m]
-        self.z = self.model(self.x, self.graph)
-
-    def loss(self, out):
-        if self.comm is None:
-            return F.cross_entropy(out[self.m], self.y[self.m])
-        return sp.cross_entropy(out, self.y, self.m, self.comm)
-
-    def alike(self, term):
-        return term if self.comm is None else sp.replicated(term, self.comm)
-
-    def added(self, term):
-        return term if self.comm is None else sp.all_reduce_sum(term, self.comm)
-
-    def mean(self, rows):
-        return rows.mean() if self.comm is None else sp.mean(rows, None, self.comm)
 
 
 def hooked(t, hook):
@@ -195,6 +131,34 @@ def degrees_by_hand(t):
     return found / found.max()
 
 
+def edges_of(t):
+    return t.graph if t.comm is None else t.graph.edge_index
+
+
+def of_all(t, own, op):
+    return own if t.comm is None else t.comm.all_reduce(own, op)
+
+
+def at_ids(t, dim):
+    ids = torch.arange(0, 36, 3).view(4, 3)
+    if t.comm is None:
+        return t.z[ids if dim == 0 else ids.t()]
+    ids = ids[t.comm.rank :: t.comm.size]
+    return t.z[sp.node_ids(t.graph, ids if dim == 0 else ids.t(), dim=dim)]
+
+
+def pairs_of_labels(t):
+    found, y = torch.zeros(4, 4).double(), t.y.remainder(4)
+    found.index_put_((y, y), torch.ones(y.size(0)).double(), accumulate=True)
+    return found / found.sum()
+
+
+def statistics(t):
+    norm = nn.BatchNorm1d(6, affine=False).double()
+    norm(t.x)
+    return t.mean(t.z[:, :6] * norm.eval()(t.x))
+
+
 def to_candidates(t):
     ids = torch.arange(0, 12, 3)
     candidates = t.z[ids] if t.comm is None else sp.rows(t.graph, t.z, ids)
@@ -266,6 +230,9 @@ EXACT = {
     "a scaled loss": with_scaler,
     "as many prototypes as own rows": lambda t: sum(to_prototypes(t, count) for count in COUNTS),
     "candidates of all ranks": to_candidates,
+    "the largest of all ranks": lambda t: t.mean(t.z * of_all(t, t.x.double().amax(0).max(), "max")),
+    "candidates of each node": lambda t: t.mean(at_ids(t, 0).square().logsumexp((1, 2))),
+    "triples": lambda t: t.mean(sum(at_ids(t, 1).unbind(0))),
     "tables with as many entries as own rows": lambda t: sum(by_label(t, count) for count in COUNTS),
     "weights by degree": lambda t: t.mean(t.z * degrees(t).log1p()[:, None]),
     "weights by degree and its mean": lambda t: t.mean(t.z[:, 0] * degrees(t) / t.mean(degrees(t)).detach()),
@@ -303,7 +270,17 @@ REFUSED = {
     "rows by their places of another model": lambda t: t.mean((t.z @ teacher(t)[:4].t()).square()),
     "a mean in a memory": lambda t: kept(t, t.z.mean(0)),
     "rows in a tensor of its own": written,
+    "half over how many rows": lambda t: t.mean(t.z.square()) * (0.5 / t.z.size(0)),
+    "a mean over how many edges": lambda t: t.mean(t.z.square()) * (2.0 / edges_of(t).size(1)),
+    "a mean over how many classes": lambda t: t.mean(t.z.square()) / t.y.unique().size(0),
+    "a largest mean": lambda t: t.mean(t.z * of_all(t, t.x.mean(), "max")),
+    "a largest maximum less one": lambda t: t.mean(t.z * of_all(t, 1 - t.x.max(), "max")),
+    "a sum of sums": lambda t: t.alike(t.added(t.added(t.z.square().sum(0))).sum()),
     "weights by degree over its maximum": lambda t: t.mean(t.z[:, 0] * degrees(t) / degrees(t).max()),
+    "counts of pairs in a tensor of its own": lambda t: t.mean(t.z[:, :4] @ pairs_of_labels(t)),
+    "a product in its own tensor": lambda t: t.mean(t.z @ torch.zeros(8, 6).double().addmm_(t.z.detach().t(), t.x)),
+    "a mean put out": lambda t: t.mean(t.z[:, :6] * torch.mean(t.x, 0, out=torch.empty(6).double())),
+    "statistics of a norm": statistics,
     "degrees in a tensor of its own": lambda t: t.mean(t.z[:, 0] * degrees_by_hand(t)),
     "such a term beside a loss": lambda t: t.loss(t.z) + gram(t),
     "such a term in a sum over ranks": lambda t: gram(t) if t.comm is None else sp.sum(gram(t)[None], None, t.comm),

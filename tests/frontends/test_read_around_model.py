@@ -12,7 +12,7 @@ import shardpass as sp
 from shardpass.errors import RefusedError
 from shardpass.testing import run
 
-from .test_around_model import Task
+from .around_model import Task
 
 
 def _accuracy(t, out):
@@ -96,3 +96,26 @@ def test_a_loss_reduced_by_hand_has_no_gradients(ranks):
             (task.loss(task.z) + total).backward()
 
     run(work, ranks)
+
+
+def test_a_penalty_of_parameters_is_not_summed_over_ranks():
+    def work(comm):
+        task = Task(comm)
+        penalty = sum(p.square().sum() for p in task.model.parameters())
+        with pytest.raises(RefusedError, match="made of parameters, which every rank has alike"):
+            sp.all_reduce_sum(penalty, comm)
+        (task.loss(task.z) + penalty).backward()
+
+    run(work, 3)
+
+
+def test_own_counts_written_into_parameters_are_refused_for_what_they_are():
+    def work(comm):
+        task = Task(comm)
+        state = {name: value.clone() for name, value in task.model.state_dict().items()}
+        name = next(name for name, value in state.items() if value.dim() == 1)
+        state[name] = (task.y == 1).double().sum().expand(state[name].shape)
+        with pytest.raises(RuntimeError, match="`sum` puts rows together"):
+            task.model.load_state_dict(state)
+
+    run(work, 3)

@@ -13,7 +13,7 @@ from shardpass.core.following.marks import Known
 from shardpass.core.following.outside import Around
 from shardpass.core.following.own_numbers import own_number
 from shardpass.core.following.refusals import first_refusal, state_beside_rows, whole_graph
-from shardpass.core.following.row_count import OwnCount, OwnShape, RowCount, own_of
+from shardpass.core.following.row_count import OwnCount, OwnShape, RowCount, over_numpy, own_of
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import is_called_by, user_line
 from shardpass.core.following.writes import writes_in_place
@@ -34,6 +34,7 @@ __all__ = [
     "function_of_user",
     "is_called_by",
     "known_modules",
+    "over_numpy",
     "own_number",
     "own_of",
     "state_beside_rows",

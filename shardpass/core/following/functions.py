@@ -138,11 +138,6 @@ class FollowFunctions(TorchFunctionMode):
             self.follower.mark_whole(out)
         return out
 
-    def _note_mean(self, name: str, out: Tensor) -> None:
-        mixture = self.follower.marks.mixtures.get(out)
-        if mixture is not None:
-            self.follower.marks.mixtures.add(out, replace(mixture, name=name, is_sum=False))
-
     def _check_whole(self, name: str, given: Any) -> bool:
         """Whether values of all rows are `given`, and no rows. Refuse both.
 
@@ -158,6 +153,8 @@ class FollowFunctions(TorchFunctionMode):
             return False
         mixed = any(marks.mixtures.get(one) is not None for one in tensors)
         rows = any(marks.rows_of(one) is not None and (one.requires_grad or is_raw) for one in tensors)
+        if is_raw and name == "copy_":
+            marks.check_result(tensors)
         if (wholes or is_raw) and (rows or (mixed and name not in ADDS)):
             raise (whole_beside_rows if wholes else state_beside_rows)(user_line(), name)
         if is_alike and (wholes or (mixed and name in ADDS)):
@@ -180,8 +177,9 @@ class FollowFunctions(TorchFunctionMode):
             self.made.note(name, args, kwargs, sizes, out)
         if name in _CONSTRUCTS:
             self.follower.marks.adopt(out)
-        if name == "kl_div" and "batchmean" in leaves_of((args, [*kwargs.values()])):  # a sum, which torch divides
-            self._note_mean(name, out)
+        is_divided = name == "kl_div" and "batchmean" in leaves_of((args, [*kwargs.values()]))
+        if is_divided and (mixture := self.follower.marks.mixtures.get(out)) is not None:  # a sum, which torch divides
+            self.follower.marks.mixtures.add(out, replace(mixture, name=name, is_sum=False))
 
     def _check_given(self, name: str, first: Tensor | None, args: Any, kwargs: Any) -> None:
         """Refuse what takes rows out of torch, or computes with their number."""

@@ -18,9 +18,11 @@ from shardpass.core.following.refusals import Mixture
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.table import is_pointwise, rule_of
 from shardpass.core.following.user_line import user_line
+from shardpass.core.ranks import torch_private
 
 _COMPARES = (product, distances, searched)
 """Kinds of operations that put each row of one operand beside all of another."""
+_COPIES = (torch.ops.aten._to_copy, torch.ops.aten.clone)
 _TAKES, _ADDS = (look_up, select_entries, indexed), (at_own_places, added_along)
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -101,4 +103,6 @@ def mix(
             name = func.overloadpacket.__name__.strip("_")
             marks.mixtures.add(out, replace(mixture, name=name, line=user_line(), is_sum=False))
         else:
-            marks.mixtures.add(out, mixture)
+            is_alike = torch_private.is_view(func) or func.overloadpacket in _COPIES
+            is_again = func.overloadpacket.__name__.removeprefix("a") == mixture.name.removeprefix("a")
+            marks.mixtures.add(out, replace(mixture, is_direct=mixture.is_direct and (is_alike or is_again)))

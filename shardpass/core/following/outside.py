@@ -35,10 +35,10 @@ from shardpass.core.following.refusals import (
     refuse_own_graph,
     weighed_in_model,
 )
-from shardpass.core.following.row_count import OwnCount, leaves_of
+from shardpass.core.following.row_count import OwnCount, OwnShape, leaves_of
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import is_asked_by, user_line
-from shardpass.core.following.writes import writes_in_place
+from shardpass.core.following.writes import written_by
 from shardpass.core.ranks import (
     Gives,
     Ranks,
@@ -54,6 +54,7 @@ _ADDS_ROWS_INTO = frozenset("index_add_ scatter_add_ scatter_reduce_ index_reduc
 _LOOKS_UP = frozenset("__getitem__ index_select gather embedding take_along_dim".split())
 _TAKES_DTYPE = frozenset(["to", "type_as"])
 _SHOWS = frozenset(["__repr__", "__format__"])
+_COUNTS = frozenset(["size", "numel", "nelement"])
 _RUNS_AS_IT_IS = _SHOWS.union(["__deepcopy__", "__reduce_ex__"])
 
 
@@ -124,6 +125,8 @@ class Around:
             if gives == "total" and any(self.functions.is_alike(leaf.plain) for leaf in of_models):
                 raise counts_for_each_rank(user_line())
         else:
+            if (alike := next((leaf for leaf in of_models if self.functions.is_alike(leaf.plain)), None)) is not None:
+                self.follower.refuse_alike(alike.plain)
             for one in tensors:
                 is_alike = has_raw_parameter(one) if self.follower.is_sum(one) else is_made_of_parameters(one)
                 if is_alike or one in self.marks.whole:
@@ -135,8 +138,9 @@ class Around:
         if op == "sum" and (refused := self._refused_in([tensor])) is not None:
             raise refused
         mixture = self.marks.mixtures.get(tensor)
-        if op == "sum" and mixture is not None and not mixture.is_sum:
-            raise refusal(f"`{mixture.name}` makes no sum of the {mixture.of.name}", SUMS, mixture.line)
+        if mixture is not None and not mixture.may_be_reduced(op):
+            remedy = SUMS if op == "sum" else f"The {op} of all ranks is that of the {op} of each, as h.a{op}(0) is"
+            raise refusal(f"`{mixture.name}` makes no {op} of the {mixture.of.name}", remedy, mixture.line)
         return reduce(tensor)
 
     def met(self, value: Tensor) -> Tensor:
@@ -175,6 +179,7 @@ class Around:
                 return func(*args)  # what a Function has returned has another one than the tensor that it stands for
         tensors = [leaf for leaf in leaves_of((args, [*kwargs.values()])) if isinstance(leaf, Tensor)]
         near = self._sets_of_followed(tensors)
+        target = written_by(name, args, kwargs)
         is_own = bool(args) and type(args[0]) is Tensor
         at = self._rows_put_at(name, args)
         args, kwargs = torch_private.tree_map(_plain_operand, (args, kwargs))
@@ -184,11 +189,10 @@ class Around:
             return self._differentiated(func, args, kwargs)
         if name in _RUNS_AS_IT_IS:
             return self._as_it_is(func, name, args, kwargs)
-        writes = writes_in_place(name, kwargs)
         given = _tensors_in(args, kwargs)
-        is_new = at is not None and at.points_to is not None and is_asked_by("torch_geometric.")
-        if writes and is_own and not is_new:  # PyG returns what it adds zeros to
-            return self._written(func, args, kwargs, given, at)
+        is_new = at is not None and at.points_to and is_asked_by("torch_geometric.")
+        if any(type(one) is Tensor for one in leaves_of(target)) and not is_new:  # PyG returns what it adds to zeros
+            return self._written(func, name, args, kwargs, near, target, at)
         if name == "bincount":
             return self._counted(func, args, kwargs)
         if name == "contiguous" and any(of.root for of in self.marks.sets_in(given)):
@@ -198,9 +202,9 @@ class Around:
                 return self._judged(func, name, args, kwargs, given, near)
             except RefusedError as error:
                 refused = error.with_traceback(None)
-                if writes:  # it may have been carried out
+                if target is not None:  # it may have been carried out
                     raise
-        elif writes:
+        elif target is not None:
             raise refused
         return self._refused(func, name, args, kwargs, given, refused)
 
@@ -219,6 +223,8 @@ class Around:
             out = func(*args, **kwargs)
         except (RuntimeError, IndexError) as error:  # as on a rank that has no rows
             raise refused from error
+        if isinstance(out, torch.Size) or (type(out) is int and name in _COUNTS):
+            return own_number(out)
         for one in (found := _tensors_in(out)):
             self.marks.refused[one] = refused
             raise_in_backward(one, refused)
@@ -258,9 +264,11 @@ class Around:
         rows = self.marks.rows_of(index[0].plain)
         return None if rows is None or (name == "__setitem__" and rows.points_to is not None) else rows
 
-    def _written(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], at: Rows | None) -> Any:
+    def _written(
+        self, func: Any, name: str, args: Any, kwargs: Any, near: list[RowSet], target: Any, at: Rows | None
+    ) -> Any:  # fmt: skip
         """What a function returns that writes into a tensor of a script's own, which is not followed after it."""
-        self.check_given(given, "rows")
+        self.check_given(given := _tensors_in(args, kwargs), "rows")
         if at is not None:
             raise added_by_rows(user_line(), at)
         if torch.is_grad_enabled() and any(one.requires_grad for one in given):
@@ -268,7 +276,9 @@ class Around:
                 f"{user_line()}: results of a model are written into a tensor that is not made of them, where nobody "
                 f"follows their gradients. Make a new one of them, as torch.cat, torch.where and torch.stack do"
             )
-        return func(*args, **kwargs)
+        out = self._judged(func, name, args, kwargs, given, near)
+        self.marks.check_result((torch_private.tree_map(plain_of, out), target))  # which the script, or a norm, holds
+        return out
 
     def _differentiated(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What ``backward`` or ``torch.autograd.grad`` returns. Refuse what may not be differentiated."""
@@ -347,8 +357,7 @@ class Around:
 
     def _are_sums_of_fetched(self, tensors: list[Tensor]) -> bool:
         """Whether `tensors` are sums over rows by their ids, which a script may have given alike on all ranks."""
-        found = [mixture for one in tensors if (mixture := self.marks.mixtures.get(one)) is not None]
-        return all(mixture.is_sum and mixture.of.is_fetched for mixture in found)
+        return all(one is None or (one.is_sum and one.of.is_fetched) for one in map(self.marks.mixtures.get, tensors))
 
     def _mark_made(self, name: str, out: Any, given: list[Tensor]) -> None:
         """Note what the engine has made with stand-ins: values of all ranks, rows of this rank, or fetched rows."""
@@ -368,7 +377,7 @@ class Around:
             self.comm.caches.of(OwnCounts).sizes.add(out.own)
             return own_number(out.own)
         if isinstance(out, tuple) and any(isinstance(one, OwnCount) for one in out):
-            return torch.Size([self._without_counts(one) for one in out])
+            return OwnShape(self._without_counts(one) for one in out)
         return out
 
     def _warn(self, refused: RefusedError, of: str = "") -> None:

@@ -6,15 +6,23 @@ each rank.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardpass.core.following.row_count import OwnShape, over_numpy
+
+_Integer: Any = np.int64  # whose methods are typed too narrowly for ours
 
 
 class _Own:
     """What arithmetic makes of a number of this rank's rows is one again."""
 
     def _computed(self, name: str, *others: Any) -> Any:
-        kind = float if any(isinstance(one, float) for one in (self, *others)) else int
-        return own_number(getattr(kind, name)(kind(cast(Any, self)), *others))
+        mine, *plain = map(_plain, (self, *others))
+        kind = float if any(isinstance(one, float) for one in (mine, *plain)) else int
+        return own_number(getattr(kind, name)(kind(mine), *plain))
 
     def __add__(self, other: Any) -> Any:
         return self._computed("__add__", other)
@@ -65,8 +73,23 @@ class _Own:
         return self._computed("__round__", *digits)
 
 
-class OwnInt(_Own, int):  # type: ignore[misc]
-    """A whole number that was made of how many rows this rank has."""
+@over_numpy
+class OwnInt(_Integer, _Own):
+    """A whole number that was made of how many rows this rank has.
+
+    `isinstance` calls it an `int`. It is a number of NumPy's, which torch takes for a size, since ``0.5 / n`` does not
+    ask a subclass of `int` what it makes of that.
+    """
+
+    __class__ = property(lambda self: int)  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return str(int(self))
+
+    __str__ = __repr__
+
+    def __format__(self, how: str) -> str:
+        return format(int(self), how)
 
     def __reduce__(self) -> Any:
         return int, (int(self),)
@@ -80,7 +103,9 @@ class OwnFloat(_Own, float):  # type: ignore[misc]
 
 
 def own_number(number: Any) -> Any:
-    """`number` as one of this rank's rows; what is no number as it is."""
+    """`number`, or each number of a shape, as one of this rank's rows; what is no number as it is."""
+    if type(number) is torch.Size:
+        return OwnShape(map(own_number, number))
     if type(number) is int:
         return OwnInt(number)
     return OwnFloat(number) if type(number) is float else number
@@ -88,4 +113,10 @@ def own_number(number: Any) -> Any:
 
 def is_own_number(value: Any) -> bool:
     """Whether `value` was made of how many rows this rank has."""
-    return isinstance(value, _Own)
+    return issubclass(type(value), _Own)
+
+
+def _plain(number: Any) -> Any:
+    if isinstance(number, (float, np.floating)):
+        return float(number)
+    return int(number) if isinstance(number, (int, np.integer)) else number

@@ -114,6 +114,7 @@ class Mixture:
         line: of the user's code.
         of: the rows.
         is_sum: it is a sum over own rows, so that the sum over ranks is that of the whole graph.
+        is_direct: nothing but copies and views came after the operation, so that of a maximum that over ranks is one.
         remedy: what to do instead, if that is known where it is made.
     """
 
@@ -122,6 +123,11 @@ class Mixture:
     of: RowSet
     is_sum: bool = False
     remedy: str = ""
+    is_direct: bool = True
+
+    def may_be_reduced(self, op: str) -> bool:
+        """Whether the reduction by `op` over ranks is that of the whole graph."""
+        return self.is_sum if op == "sum" else self.is_direct and self.name in (op, f"a{op}")
 
     def refusal(self, decides: bool = False) -> RefusedError:
         """Why it cannot be used here, where it `decides` something or becomes a number."""

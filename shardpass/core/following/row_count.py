@@ -112,6 +112,17 @@ class OwnCount:
         return format(self.own, how)
 
 
+def over_numpy(kind: type) -> type:
+    """A class, decorated, with the methods of its last base before those of its first, which is a number of NumPy's.
+
+    NumPy and torch look at the first base, and end the process where that is no number.
+    """
+    for name, value in vars(kind.__mro__[-2]).items():
+        if name not in vars(kind) and name not in ("__dict__", "__weakref__", "__class__"):
+            setattr(kind, name, value)
+    return kind
+
+
 def own_of(number: Any) -> Any:
     """A number as it is on this rank, whether all ranks have it alike or not."""
     return number.own if isinstance(number, OwnCount) else number

@@ -13,3 +13,10 @@ def writes_in_place(name: str, kwargs: Mapping[str, Any]) -> bool:
     if name.startswith("__"):
         return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
     return name.endswith("_")
+
+
+def written_by(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a function of torch of this name writes into; `None` if it writes into nothing."""
+    if name == "batch_norm" and kwargs.get("training"):
+        return kwargs.get("running_mean", args[1])  # F.batch_norm passes it by position
+    return kwargs.get("out", args[0] if args else None) if writes_in_place(name, kwargs) else None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.exchange import HaloPlan
-from shardpass.core.following import user_line
+from shardpass.core.following import own_number, user_line
 from shardpass.core.graphs.by_source import (
     TAKING,
     add_at_source,
@@ -165,7 +165,7 @@ class ShardedEdgeIndex(StandIn, HoldsEdges):
         with comm.unfollowed(), torch_private.DisableTorchFunctionSubclass():
             count = self.size(-1)
         if count and not comm.runs_user_code:  # it may be an operand
-            return out
+            return own_number(out) if comm.size > 1 and comm.forward is None and name != "__len__" else out
         return counted_last(out, name, args, self.plan.edge_set(count), is_operand=not comm.runs_user_code)
 
     def _part(self, part: Part) -> Tensor:

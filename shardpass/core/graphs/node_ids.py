@@ -5,6 +5,7 @@ Indexing a tensor of own rows by them is `rows`. So a decoder runs unchanged: ``
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,12 +32,13 @@ class NodeIds(StandIn):
 
     graph: ShardedGraph
     node_type: NodeType | None
+    own_dim: int  # in which ranks hold ids of their own, and different numbers of them
 
     @staticmethod
-    def wrap(data: Tensor, graph: ShardedGraph, node_type: NodeType | None) -> Any:
+    def wrap(data: Tensor, graph: ShardedGraph, node_type: NodeType | None, own_dim: int = -1) -> Any:
         """`data` as ids of nodes of a type."""
         out = data.as_subclass(NodeIds)
-        out.graph, out.node_type = graph, node_type
+        out.graph, out.node_type, out.own_dim = graph, node_type, own_dim % max(1, data.dim())
         return out
 
     @property
@@ -45,18 +47,17 @@ class NodeIds(StandIn):
         return self.as_subclass(Tensor)
 
     @property
-    def pairs(self) -> int:
-        """The dimension along which ranks hold different numbers of ids: the last of ``[2, n]``, else the first."""
-        return self.dim() - 1 if self.dim() == 2 and self.size(0) == 2 else 0
-
-    @property
     def row_set(self) -> RowSet:
         """What the rows are that they fetch."""
-        return RowSet.fetched(self.size(self.pairs))
+        return RowSet.fetched(self.size(self.own_dim))
 
-    def _alike(self, data: Tensor) -> Tensor:
+    def _alike(self, data: Tensor, is_turned: bool) -> Tensor:
         """Some of these ids, or all in another order; their values alone if they have become another dtype."""
-        return NodeIds.wrap(data, self.graph, self.node_type) if data.dtype == torch.int64 else data
+        if data.dtype != torch.int64:
+            return data
+        last = self.own_dim == self.dim() - 1
+        own_dim = -1 if data.dim() != self.dim() else 1 - self.own_dim if is_turned else -1 if last else self.own_dim
+        return NodeIds.wrap(data, self.graph, self.node_type, own_dim)  # type: ignore[no-any-return]
 
     @classmethod
     def answer(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -74,14 +75,15 @@ class NodeIds(StandIn):
             alike = all(isinstance(one, NodeIds) and one.node_type == mine.node_type for one in tensors)
             if name in _REARRANGES or (name in _JOINS and alike):
                 out = func(*plain_args, **plain_kwargs)
-                return torch_private.tree_map(mine._alike, out)
+                is_turned = name in ("t", "T") and mine.dim() == 2
+                return torch_private.tree_map(partial(mine._alike, is_turned=is_turned), out)
         raise RefusedError(
             f"`{name}` on ids of the whole graph that shardpass.node_ids made: compute it on the plain ids before"
         )
 
 
 @takes_followed("number")
-def node_ids(graph: ShardedGraph, ids: Tensor, node_type: NodeType | None = None) -> Tensor:
+def node_ids(graph: ShardedGraph, ids: Tensor, node_type: NodeType | None = None, dim: int = -1) -> Tensor:
     """`ids` as an index into tensors of own rows: ``h[node_ids(graph, ids)]`` is `shardpass.rows`. Not collective.
 
     Give it to a model where ``edge_label_index`` went. The model may select, rearrange and join the ids. Every index
@@ -92,11 +94,12 @@ def node_ids(graph: ShardedGraph, ids: Tensor, node_type: NodeType | None = None
         graph: this rank's share, or what stands for it inside a wrapped model.
         ids: integers, such as ``[2, n]``, with the meaning that `shardpass.rows` gives them. Ranks pass their own
             pairs, and may pass different numbers of them.
+        dim: the dimension of `ids` that counts what a rank passes of its own: 0 for ``[n, candidates]``.
         node_type: of the nodes, in a graph of several types. Where the ends of pairs have different types, pass the
             model a tuple: ``(node_ids(graph, src, "user"), node_ids(graph, dst, "item"))``.
 
     Raises:
-        ValueError: `ids` are not integers; or a node type that is missing or unknown.
+        ValueError: `ids` are not integers, or have no such dimension; or a node type that is missing or unknown.
     """
     graph = graph_of(graph)
     graph.ids_of(node_type)
@@ -104,7 +107,9 @@ def node_ids(graph: ShardedGraph, ids: Tensor, node_type: NodeType | None = None
         raise ValueError(f"node_ids: expected integer ids of nodes of the whole graph, found {describe(ids)}")
     if isinstance(ids, StandIn):
         raise ValueError(f"node_ids: expected a plain tensor of ids, found a {type(ids).__name__}")
-    return NodeIds.wrap(ids.detach().to(torch.int64), graph, node_type)  # type: ignore[no-any-return]
+    if type(dim) is not int or not -max(1, ids.dim()) <= dim < max(1, ids.dim()):
+        raise ValueError(f"node_ids: ids of shape {[*ids.shape]} have no dimension {dim!r}")
+    return NodeIds.wrap(ids.detach().to(torch.int64), graph, node_type, dim)  # type: ignore[no-any-return]
 
 
 def _fetched(name: str, table: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -124,7 +129,7 @@ def _fetched(name: str, table: Any, rest: tuple[Any, ...], kwargs: dict[str, Any
     with comm.unfollowed():
         found = found.reshape(*plain.shape, *found.shape[1:])
     if plain.dim():
-        comm.mark_rows(found, ids.row_set, ids.pairs)
+        comm.mark_rows(found, ids.row_set, ids.own_dim)
     return found
 
 

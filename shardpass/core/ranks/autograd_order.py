@@ -31,6 +31,7 @@ from torch import Tensor
 
 from shardpass.core.ranks import torch_private
 from shardpass.core.ranks.arguments import require_tensor
+from shardpass.core.ranks.own_model import is_made_of_parameters
 from shardpass.core.ranks.random import refuse_checkpointed_draws
 from shardpass.core.ranks.ranks import ForwardPass, Ranks, takes_followed
 from shardpass.errors import NeedsHaloError, RefusedError
@@ -159,6 +160,12 @@ def all_reduce_sum(tensor: Tensor, comm: Ranks, label: str = "all_reduce_sum") -
     require_tensor(tensor, "tensor", "all_reduce_sum(tensor, comm)")
     if comm.runs_user_code:
         _check_sum(tensor, comm, label)
+    elif comm.size > 1 and comm.forward is None and is_made_of_parameters(tensor):
+        raise RefusedError(
+            f"all_reduce_sum: this tensor of shape {[*tensor.shape]} is made of parameters, which every rank has "
+            f"alike, so its sum over ranks is {comm.size} times as large. Leave all_reduce_sum out; rows that meet "
+            f"parameters belong in a method of the wrapped model"
+        )
     with comm.unfollowed():
         out = _summed(tensor, comm, label)
     comm.mark_plain(out)

@@ -10,14 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardpass.core.following import OwnCount, own_of
+from shardpass.core.following import OwnCount, over_numpy, own_of
 from shardpass.core.ranks import FollowedTensor, torch_private
 from shardpass.frontends.dgl.closed import refused
 
 _Number: Any = np.int64  # whose methods are typed too narrowly for ours
 
 
-class NodeCount(OwnCount, _Number):
+@over_numpy
+class NodeCount(_Number, OwnCount):  # type: ignore[misc]
     """How many nodes this rank has. Whether there are any, or more than a number, is answered for all ranks together.
 
     Models branch on that (``if graph.num_nodes() > 1000``), and every rank must take the branch that the whole graph
@@ -25,6 +26,8 @@ class NodeCount(OwnCount, _Number):
     torch takes for a size, and not an `int`, since ``1.0 / n`` does not ask a subclass of `int` what it makes of that.
     Code that is followed gets a `RowCount`.
     """
+
+    __class__ = property(lambda self: int)  # type: ignore[assignment]
 
     def __new__(cls, own: int, total: int) -> Any:
         """`own` on this rank, `total` on all ranks."""
@@ -64,7 +67,7 @@ class NodeCount(OwnCount, _Number):
             raise _differs("a number of pairs of this rank's nodes or edges")
         if isinstance(other, float):  # a share of the edges, such as edge dropout takes
             return type(self)(int(self.own * other), int(self.total * other))
-        return super().__mul__(other)
+        return OwnCount.__mul__(self, other)
 
     __rmul__ = __mul__
 
