@@ -15,19 +15,16 @@ from shardpass.core.training.gradients import (
     sync_parameters,
 )
 from shardpass.core.training.metrics import accuracy, average_precision, f1, mae, roc_auc
-from shardpass.core.training.moments import Moments
+from shardpass.core.training.moments import Moments, RowNorm, global_moments, row_moments, shifted, total_rows
 from shardpass.core.training.norm import (
     BATCH_NORMS,
     DistributedBatchNorm,
     SteadyNorms,
-    global_moments,
     replace_batch_norms,
 )
 from shardpass.core.training.objective import cross_entropy, mean, replicated, sum, total
-from shardpass.core.training.row_norm import RowNorm
 from shardpass.core.training.same_model import LIBRARIES, refuse_unlike
 from shardpass.core.training.shared_copy import follow, shared_copy
-from shardpass.core.training.statistics import row_moments, shifted, total_rows
 from shardpass.core.training.verified_file import digest, read_verified, tensor_places, write_verified
 
 __all__ = [
