@@ -27,7 +27,7 @@ from shardpass.core.ranks.autograd_order import (
     refuse_inside_message,
     start_chain,
 )
-from shardpass.core.ranks.files import allocate, prepare_target, refuse_irregular, tells_of_full_disk
+from shardpass.core.ranks.files import allocate, flush, prepare_target, refuse_irregular, tells_of_full_disk
 from shardpass.core.ranks.leaves import leaves_within
 from shardpass.core.ranks.on_ranks import OnRanks
 from shardpass.core.ranks.options import MODES, Mode, Options
@@ -68,7 +68,7 @@ from shardpass.core.ranks.rows import (
 )
 from shardpass.core.ranks.same_tensors import Known, checksum
 from shardpass.core.ranks.schema import COUNT, mismatch
-from shardpass.core.ranks.tensor_blocks import Blocks, TensorInfo, bytes_of, header_of, write_blocks
+from shardpass.core.ranks.tensor_blocks import Blocks, TensorInfo, bytes_of, header_of, places_in, write_blocks
 from shardpass.core.ranks.units import (
     SAFETENSORS_NAMES,
     bytes_text,
@@ -122,6 +122,7 @@ __all__ = [
     "end_call",
     "end_chain",
     "fail_together",
+    "flush",
     "get_random_state",
     "has_drawn",
     "has_raw_parameter",
@@ -141,6 +142,7 @@ __all__ = [
     "parse_bytes",
     "parse_count",
     "piece_seed",
+    "places_in",
     "plain_of",
     "prepare_target",
     "refuse_double_backward",

@@ -59,6 +59,20 @@ def header_of(tensors: Mapping[str, TensorInfo], metadata: dict[str, str] | None
     return len(text).to_bytes(8, "little") + text, 8 + len(text) + start
 
 
+def places_in(header: bytes) -> dict[str, tuple[TensorInfo, int]]:
+    """What each tensor of a file with this header is, and at which byte it begins.
+
+    Raises:
+        ValueError, LookupError: it is no such header, or has other dtypes.
+    """
+    dtypes = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+    return {
+        key: (TensorInfo(dtypes[entry["dtype"]], tuple(entry["shape"])), len(header) + entry["data_offsets"][0])
+        for key, entry in json.loads(header[8:]).items()
+        if key != "__metadata__"
+    }
+
+
 def write_blocks(file: BinaryIO, tensors: Mapping[str, Blocks]) -> dict[str, str]:
     """Write tensors behind their header; the SHA-256 of the bytes of each."""
     checksums = {}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from shardpass.errors import RefusedError, ShardpassError
 
 _KEPT = 8  # lists of copies of a model, for itself and for parts of it that are called by themselves
 _ABSENT, _PRESENT, _SPARSE, _SUMMED, _INFINITE = range(5)
+_IN_BACKWARD = "shardpass_summed"  # of a parameter, see `is_summed_before`
 _SUM = "shardpass_sum"  # of a gradient that sync_gradients has summed: its version then
 _PROBLEMS = {
     _SPARSE: "is sparse: build the layer with sparse=False, or let ranks own its rows (NodeEmbedding)",
@@ -90,14 +92,14 @@ class GradientSums:
         self._held: Any = torch_private.WeakTensorKeyDictionary()
         comm.caches.of(SummedModels).models.add(model)
         for _, _, parameter in _places(model):
-            _note_summed(parameter)
+            setattr(parameter, _IN_BACKWARD, True)
 
     def leave(self, model: nn.Module) -> None:
         """Leave gradients to `sync_gradients`, since `model` shares its parameters with one that is not wrapped."""
         self.is_left = True
         self.comm.caches.of(SummedModels).models.discard(model)
         for _, _, parameter in _places(model):
-            del parameter.shardpass_summed  # type: ignore[attr-defined]
+            delattr(parameter, _IN_BACKWARD)
 
     @contextmanager
     def within(self, model: nn.Module) -> Iterator[None]:
@@ -125,7 +127,7 @@ class GradientSums:
         label = f"gradients of {len(parameters)} parameters #{number}"
         token, *found = _Sum.apply(torch.zeros_like(start, requires_grad=True), self, label, *parameters)
         for parameter in parameters:
-            _note_summed(parameter)
+            setattr(parameter, _IN_BACKWARD, True)
         made = ParameterCopies(places, dict(zip(parameters, found)))
         self._copies = [*self._copies[1 - _KEPT :], (known, token, made)]
         return token, made
@@ -193,10 +195,6 @@ def _places(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
                 yield held, name, value
 
 
-def _note_summed(parameter: Tensor) -> None:
-    parameter.shardpass_summed = True  # type: ignore[attr-defined]
-
-
 class _Sum(torch.autograd.Function):
     """Inputs: token, the sums, a label, parameters. Outputs: a token, and copies of them that share their memory."""
 
@@ -238,7 +236,9 @@ def sync_gradients(
     """
     require_ranks(comm, "sync_gradients(model, comm)")
     require_model(model, "sync_gradients(model, comm)")
-    _refuse_ddp_within(model)
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            raise _averages(f"submodule {name!r}" if name else "the model")
     comm.run_at_once()
     wrapped = [(module, getattr(module, "_shardpass_wrapped", None)) for module in model.modules()]
     sums = [module for module, found in wrapped if isinstance(found, GradientSums) and not found.is_left]
@@ -273,14 +273,15 @@ def summed_gradients(
         names: pairs of a name and a parameter, for errors.
 
     Raises:
-        ShardpassError: on every rank, if a part is sparse.
+        ShardpassError: on every rank, if a part is sparse, or was summed already.
     """
     every = agree(comm, label, [_state_of(parameter, part) for parameter, part in zip(parameters, parts)])
     named = {parameter: repr(name) for name, parameter in names}
     for rank, row in enumerate(every):
         for parameter, state in zip(parameters, row):
             if state in _PROBLEMS:
-                raise ShardpassError(f"the gradient of {_called(parameter, named)} on rank {rank} {_PROBLEMS[state]}")
+                name = named.get(parameter, f"of shape {[*parameter.shape]}")
+                raise ShardpassError(f"the gradient of parameter {name} on rank {rank} {_PROBLEMS[state]}")
     if comm.size == 1:
         return parts
     wanted = [any(states) and not is_local(parameter) for parameter, states in zip(parameters, zip(*every))]
@@ -295,26 +296,20 @@ def summed_gradients(
     return found
 
 
-def _called(parameter: Tensor, named: dict[Tensor, str]) -> str:
-    return f"parameter {named.get(parameter, f'of shape {[*parameter.shape]}')}"
-
-
 def _skip_together(model: nn.Module, comm: Ranks) -> None:
     """Make a gradient infinite on every rank if one of rows owned by a rank is not finite there. Collective."""
-    shared = [p.grad for p in model.parameters() if p.grad is not None and not is_local(p)]
-    local = [p.grad for p in model.parameters() if p.grad is not None and is_local(p)]
-    lost = torch.tensor([not all(bool(grad.isfinite().all()) for grad in local)])
+    found = [(is_local(p), p.grad) for p in model.parameters() if p.grad is not None]
+    lost = torch.tensor([not all(bool(grad.isfinite().all()) for local, grad in found if local)])
     if comm.all_reduce(lost, "max", "sync_gradients: finite").item():
-        for grad in [grad for grad in (*shared, *local) if grad.numel()][:1]:
+        for _, grad in sorted((pair for pair in found if pair[1].numel()), key=itemgetter(0))[:1]:
             grad.detach().view(-1)[0] = float("inf")
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float, comm: Ranks) -> Tensor:
     """The 2-norm of all gradients, 0-dim float64; gradients are then scaled to at most `max_norm`. Collective.
 
-    Gradients of rows owned by ranks (`NodeEmbedding`) are those of all ranks, and every
-    rank scales by the same factor, while `torch.nn.utils.clip_grad_norm_` would see each rank's own rows. Without such
-    rows the two do the same.
+    Gradients of rows owned by ranks (`NodeEmbedding`) are those of all ranks, and every rank scales by the same factor,
+    while `torch.nn.utils.clip_grad_norm_` would see each rank's own rows. Without such rows the two do the same.
 
     Args:
         model: the same architecture on every rank.
@@ -322,14 +317,11 @@ def clip_grad_norm(model: nn.Module, max_norm: float, comm: Ranks) -> Tensor:
         comm: the ranks.
     """
     require_model(model, "clip_grad_norm(model, max_norm, comm)")
-    rows, shared = torch.zeros(2, dtype=torch.float64, device=comm.device).unbind()  # squares of them, own and common
+    shared, rows = squares = torch.zeros(2, dtype=torch.float64, device=comm.device)
     found = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     for parameter, gradient in found:
-        square = torch.linalg.vector_norm(gradient.detach().double()).square().to(comm.device)
-        if is_local(parameter):
-            rows += square
-        else:
-            shared += square
+        square = torch.linalg.vector_norm(gradient.detach().double()).square()
+        squares[int(is_local(parameter))] += square.to(comm.device)
     norm = (shared + comm.all_reduce(rows, "sum", "clip_grad_norm")).sqrt()
     factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))  # as torch does
     for _, gradient in found:
@@ -359,17 +351,11 @@ def refuse_as_built(model: nn.Module) -> None:
 def refuse_inside_ddp() -> None:
     """Refuse to run inside the forward of DistributedDataParallel."""
     if torch_private.is_inside_ddp():
-        raise RefusedError(_ddp_sentence("the wrapped model"))
+        raise _averages("the wrapped model")
 
 
-def _refuse_ddp_within(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, DistributedDataParallel):
-            raise RefusedError(_ddp_sentence(f"submodule {name!r}" if name else "the model"))
-
-
-def _ddp_sentence(where: str) -> str:
-    return (
+def _averages(where: str) -> RefusedError:
+    return RefusedError(
         f"DistributedDataParallel around {where} is refused: it averages gradients over ranks, while the gradients of "
         f"a sharded graph are parts of one sum. Remove it: backward of a wrapped model sums them"
     )

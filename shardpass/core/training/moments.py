@@ -47,9 +47,8 @@ def global_moments(rows: Tensor, comm: Ranks, label: str) -> Moments:
         label: names the call, the same on every rank.
     """
     channels = rows.shape[1]
-    counts: list[Tensor] = []
-    means: list[Tensor] = []
-    squares: list[Tensor] = []
+    zero = torch.zeros(channels, dtype=torch.float64, device=rows.device)
+    counts, means, squares = [zero], [zero], [zero]
     for part in row_chunks(rows):
         chunk = rows[part].to(accumulator_of(rows))
         shift = chunk[0] + (chunk - chunk[0]).mean(0)
@@ -58,8 +57,7 @@ def global_moments(rows: Tensor, comm: Ranks, label: str) -> Moments:
         means.append(shift.double() + first)
         squares.append(centred.square_().sum(0).double() - chunk.shape[0] * first.square())
         counts.append(torch.full_like(means[-1], chunk.shape[0]))
-    zero = torch.zeros(channels, dtype=torch.float64, device=rows.device)
-    own = torch.stack(_merge(*(torch.stack([*values, zero]) for values in (counts, means, squares))))
+    own = torch.stack(_merge(*(torch.stack(values) for values in (counts, means, squares))))
     every = torch.stack(comm.all_gather(own[None], label)).squeeze(1)  # [ranks, 3, channels]
     count, mean, square = _merge(every[:, 0], every[:, 1], every[:, 2])
     total = int(count[0]) if channels else 0

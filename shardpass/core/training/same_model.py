@@ -72,8 +72,8 @@ def refuse_unlike(model: nn.Module, comm: Ranks, buffers: Collection[str] = ()) 
     if comm.size == 1:
         return
     label = "the same model on every rank"
-    shared = [(name, buffer) for name, buffer in model.named_buffers() if name in buffers]
-    named = [*alike(model), *((name, buffer) for name, buffer in shared if not name.endswith(_COUNTS_BATCHES))]
+    compared = {name for name in buffers if not name.endswith(_COUNTS_BATCHES)}
+    named = [*alike(model), *(found for found in model.named_buffers() if found[0] in compared)]
     words = digest("\n".join(_lines(model, named))) >> 10  # so many bits are exact in float64
     numbers = [_numbers(tensor).to(comm.device) for _, tensor in named]
     own = torch.stack([torch.tensor([words, 0, 0], dtype=torch.float64, device=comm.device), *numbers])

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import chain
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardpass.core.ranks import Ranks
 from shardpass.core.training.verified_file import digest
@@ -51,7 +51,7 @@ def follow(copied: nn.Module, model: nn.Module, comm: Ranks, methods: Iterable[s
 
 def _refresh(model: nn.Module, comm: Ranks, copied: nn.Module) -> None:
     with torch.no_grad():
-        _agree_on_buffers(model, comm)
+        _agree_on_buffers([b for b in model.buffers() if b.is_floating_point() and b.numel()], comm)
     modules = dict(copied.named_modules(remove_duplicate=False))
     # model.to() and load_state_dict(assign=True) make new tensors
     found = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
@@ -60,12 +60,10 @@ def _refresh(model: nn.Module, comm: Ranks, copied: nn.Module) -> None:
         setattr(modules[parent], name, tensor)
 
 
-def _agree_on_buffers(model: nn.Module, comm: Ranks) -> None:
-    buffers = [b for b in model.buffers() if b.is_floating_point() and b.numel()]
+def _agree_on_buffers(buffers: list[Tensor], comm: Ranks) -> None:
     if not buffers or comm.size == 1:
         return
-    hashes = [int(digest(buffer.detach().cpu())[:14], 16) for buffer in buffers]
-    own = torch.tensor(hashes, device=comm.device)
+    own = torch.tensor([int(digest(buffer)[:14], 16) for buffer in buffers], device=comm.device)
     digests = torch.stack(comm.all_gather(own, "buffers of the model"))
     for buffer, same in zip(buffers, (digests == digests[0]).all(0).tolist()):
         if not same:

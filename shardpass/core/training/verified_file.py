@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,11 +11,12 @@ import torch
 from torch import Tensor
 
 from shardpass.core.ranks import (
-    SAFETENSORS_NAMES,
     Blocks,
     bytes_of,
     dtype_name,
+    flush,
     header_of,
+    places_in,
     refuse_irregular,
     tells_of_full_disk,
     write_blocks,
@@ -41,14 +41,9 @@ def write_verified(path: Path, tensors: Mapping[str, Tensor | Blocks], text: str
     try:
         with tells_of_full_disk(path, _header(text, _BLANK, blocks)[1]):
             _fill(temporary, blocks, text)
-            with open(temporary, "rb+") as file:
-                os.fsync(file.fileno())
+            flush(temporary)
         os.replace(temporary, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        flush(path.parent)
     except Exception:
         temporary.unlink(missing_ok=True)
         raise
@@ -95,17 +90,12 @@ def tensor_places(path: Path) -> dict[str, tuple[Tensor, int]]:
 
     Nothing is verified.
     """
-    dtypes = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
     with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        entries = json.loads(file.read(length))
+        length = file.read(8)
+        places = places_in(length + file.read(int.from_bytes(length, "little")))
     return {
-        name: (
-            torch.empty(entry["shape"], dtype=dtypes[entry["dtype"]], device="meta"),
-            8 + length + entry["data_offsets"][0],
-        )
-        for name, entry in entries.items()
-        if name != "__metadata__"
+        name: (torch.empty(info.shape, dtype=info.dtype, device="meta"), start)
+        for name, (info, start) in places.items()
     }
 
 
