@@ -5,6 +5,7 @@ statistics; otherwise the room knows no edges.
 """
 
 from shardpass.core.training.checkpoint import load_checkpoint, save_checkpoint
+from shardpass.core.training.checkpoint_file import digest, read_verified, tensor_places, write_verified
 from shardpass.core.training.gradients import (
     GradientSums,
     clip_grad_norm,
@@ -16,16 +17,10 @@ from shardpass.core.training.gradients import (
 )
 from shardpass.core.training.metrics import accuracy, average_precision, f1, mae, roc_auc
 from shardpass.core.training.moments import Moments, RowNorm, global_moments, row_moments, shifted, total_rows
-from shardpass.core.training.norm import (
-    BATCH_NORMS,
-    DistributedBatchNorm,
-    SteadyNorms,
-    replace_batch_norms,
-)
+from shardpass.core.training.norm import BATCH_NORMS, DistributedBatchNorm, SteadyNorms, replace_batch_norms
 from shardpass.core.training.objective import cross_entropy, mean, replicated, sum, total
 from shardpass.core.training.same_model import LIBRARIES, refuse_unlike
 from shardpass.core.training.shared_copy import follow, shared_copy
-from shardpass.core.training.verified_file import digest, read_verified, tensor_places, write_verified
 
 __all__ = [
     "BATCH_NORMS",

@@ -28,9 +28,8 @@ from shardpass.core.ranks import (
     torch_private,
 )
 from shardpass.core.training.buckets import broadcast_tensors
-from shardpass.core.training.checkpoint_file import FORMAT, decode, encode, read_file, write_file
+from shardpass.core.training.checkpoint_file import FORMAT, decode, digest, encode, read_file, write_file
 from shardpass.core.training.same_model import refuse_unlike
-from shardpass.core.training.verified_file import digest
 from shardpass.errors import CheckpointError
 
 Optimizer = torch.optim.Optimizer

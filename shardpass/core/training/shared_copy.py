@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.core.ranks import Ranks
-from shardpass.core.training.verified_file import digest
+from shardpass.core.training.checkpoint_file import digest
 from shardpass.errors import RefusedError
 
 

@@ -121,7 +121,7 @@ def test_the_disk_has_it_before_the_name_is_given(tmp_path, monkeypatch):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize("fails", ["shardpass.core.training.verified_file._fill", "os.fsync", "os.replace"])
+@pytest.mark.parametrize("fails", ["shardpass.core.training.checkpoint_file._fill", "os.fsync", "os.replace"])
 def test_a_failed_write_leaves_what_was_there(fails, tmp_path, monkeypatch):
     write_verified(tmp_path / "a", {"rows": torch.zeros(1)}, "old")
 
