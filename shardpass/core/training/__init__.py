@@ -20,7 +20,6 @@ from shardpass.core.training.moments import Moments, RowNorm, global_moments, ro
 from shardpass.core.training.norm import BATCH_NORMS, DistributedBatchNorm, SteadyNorms, replace_batch_norms
 from shardpass.core.training.objective import cross_entropy, mean, replicated, sum, total
 from shardpass.core.training.same_model import LIBRARIES, refuse_unlike
-from shardpass.core.training.shared_copy import follow, shared_copy
 
 __all__ = [
     "BATCH_NORMS",
@@ -36,7 +35,6 @@ __all__ = [
     "cross_entropy",
     "digest",
     "f1",
-    "follow",
     "global_moments",
     "load_checkpoint",
     "mae",
@@ -51,7 +49,6 @@ __all__ = [
     "roc_auc",
     "row_moments",
     "save_checkpoint",
-    "shared_copy",
     "shifted",
     "sum",
     "sync_gradients",

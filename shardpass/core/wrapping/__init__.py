@@ -8,6 +8,7 @@ from shardpass.core.wrapping.outermost import FollowedCalls, OutermostCall, repl
 from shardpass.core.wrapping.parts import runs_as_it_is
 from shardpass.core.wrapping.refusals import has_unknown_statistics, refuse_modules, refuse_other_library
 from shardpass.core.wrapping.replacing import copy_of, make_outermost, with_names
+from shardpass.core.wrapping.shared_copy import shared_copy
 
 __all__ = [
     "EmptyRows",
@@ -20,5 +21,6 @@ __all__ = [
     "refuse_other_library",
     "replaced_forward",
     "runs_as_it_is",
+    "shared_copy",
     "with_names",
 ]

@@ -16,10 +16,8 @@ from shardpass.core.memory import Checkpoint, check_choice
 from shardpass.core.ranks import Ranks, decorrelate, is_wrapped, refuse_shared_model, torch_private
 from shardpass.core.training import (
     GradientSums,
-    follow,
     refuse_as_built,
     replace_batch_norms,
-    shared_copy,
     sync_parameters,
 )
 from shardpass.core.wrapping import (
@@ -28,6 +26,7 @@ from shardpass.core.wrapping import (
     OutermostCall,
     make_outermost,
     runs_as_it_is,
+    shared_copy,
 )
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.closed import refused
@@ -87,10 +86,7 @@ def exact(model: nn.Module, comm: Ranks, check: bool = True) -> nn.Module:
     Raises:
         RefusedError: as in `wrap`, or the model is wrapped.
     """
-    copied = wrap(shared_copy(model), comm, check)
-    copied._shardpass_wrapped.leave(copied)  # type: ignore[union-attr,operator]
-    follow(copied, model, comm, _own_methods(copied))
-    return copied
+    return shared_copy(model, comm, partial(wrap, comm=comm, check=check), _own_methods)
 
 
 def _own_methods(model: nn.Module) -> list[str]:

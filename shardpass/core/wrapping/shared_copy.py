@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 
@@ -11,12 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.core.ranks import Ranks
-from shardpass.core.training.checkpoint_file import digest
+from shardpass.core.training import digest
+from shardpass.core.wrapping.replacing import Methods
 from shardpass.errors import RefusedError
 
 
-def shared_copy(model: nn.Module) -> nn.Module:
-    """A copy of `model` that holds its parameters and buffers themselves, in evaluation mode. Not collective.
+def shared_copy(model: nn.Module, comm: Ranks, wrap: Callable[..., nn.Module], methods: Methods) -> nn.Module:
+    """A wrapped copy of `model`, in evaluation mode, that uses the present parameters and buffers of `model`.
+
+    Collective, and so is every call. Batches leave different statistics in the buffers of the ranks (those of
+    BatchNorm). Before a call, such buffers are set to their mean over ranks, in the model as well.
+
+    Args:
+        model: the model that is trained on batches.
+        wrap: wraps the copy.
+        methods: the methods of the wrapped copy, besides ``forward``, that are called from outside.
 
     Raises:
         RefusedError: the model is wrapped.
@@ -27,26 +36,13 @@ def shared_copy(model: nn.Module) -> nn.Module:
             "comm) instead of wrap(model, comm), and use the model itself for batches"
         )
     held = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in held}).eval()
-
-
-def follow(copied: nn.Module, model: nn.Module, comm: Ranks, methods: Iterable[str] = ()) -> None:
-    """Let every call of `copied` use the present parameters and buffers of `model`. Calls are collective.
-
-    Batches leave different statistics in the buffers of the ranks (those of BatchNorm). Before a call, such buffers are
-    set to their mean over ranks, in the model as well.
-
-    Args:
-        copied: made by `shared_copy` of `model`.
-        model: the model that is trained on batches.
-        comm: the ranks.
-        methods: names of further methods that are called from outside, such as ``encode``. They have an attribute
-            `before`, which is called when they are, but not when the model calls them itself.
-    """
+    copied = wrap(copy.deepcopy(model, {id(tensor): tensor for tensor in held}).eval())
+    copied._shardpass_wrapped.leave(copied)  # type: ignore[union-attr,operator]
     refresh = partial(_refresh, model, comm, copied)
     copied.register_forward_pre_hook(lambda *_: refresh())
-    for name in methods:
-        getattr(copied, name).before = refresh
+    for name in methods(copied):
+        getattr(copied, name).before = refresh  # an `OutermostCall`, which the model does not call itself
+    return copied
 
 
 def _refresh(model: nn.Module, comm: Ranks, copied: nn.Module) -> None:
