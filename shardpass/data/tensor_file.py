@@ -22,6 +22,7 @@ from shardpass.core.ranks import (
     bytes_of,
     header_of,
     places_in,
+    read_header,
     refuse_irregular,
     tells_of_full_disk,
     write_blocks,
@@ -72,9 +73,7 @@ class TensorFile:
             refuse_irregular(path)
             with open(path, "rb") as file:
                 size, self._identity = os.fstat(file.fileno()).st_size, _identity(file)
-                length = file.read(8)
-                # a wrong length must not become a huge read
-                header = length + file.read(min(int.from_bytes(length, "little"), size))
+                header = read_header(file)
         except OSError as error:
             raise StoreError(
                 f"{path} cannot be read ({error.strerror or error}); the store needs all its part files"

@@ -37,6 +37,7 @@ from shardpass.core.ranks.own_model import (
     ParameterCopies,
     autograd_leaves,
     has_raw_parameter,
+    is_local,
     is_made_of_parameters,
     is_parameter,
     is_wrapped,
@@ -68,7 +69,16 @@ from shardpass.core.ranks.rows import (
 )
 from shardpass.core.ranks.same_tensors import Known, checksum
 from shardpass.core.ranks.schema import COUNT, mismatch
-from shardpass.core.ranks.tensor_blocks import Blocks, TensorInfo, bytes_of, header_of, places_in, write_blocks
+from shardpass.core.ranks.tensor_blocks import (
+    Blocks,
+    TensorInfo,
+    bytes_of,
+    header_of,
+    places_in,
+    read_header,
+    tensor_digest,
+    write_blocks,
+)
 from shardpass.core.ranks.units import (
     SAFETENSORS_NAMES,
     bytes_text,
@@ -128,6 +138,7 @@ __all__ = [
     "has_raw_parameter",
     "header_of",
     "is_differentiable",
+    "is_local",
     "is_made_of_parameters",
     "is_out_of_memory",
     "is_parameter",
@@ -145,6 +156,7 @@ __all__ = [
     "places_in",
     "plain_of",
     "prepare_target",
+    "read_header",
     "refuse_double_backward",
     "refuse_inside_message",
     "refuse_irregular",
@@ -162,6 +174,7 @@ __all__ = [
     "start_chain",
     "takes_followed",
     "tells_of_full_disk",
+    "tensor_digest",
     "torch_private",
     "unfollowed",
     "warn_of_unwrapped",

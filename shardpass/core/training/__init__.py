@@ -5,12 +5,11 @@ statistics; otherwise the room knows no edges.
 """
 
 from shardpass.core.training.checkpoint import load_checkpoint, save_checkpoint
-from shardpass.core.training.checkpoint_file import digest, read_verified, tensor_places, write_verified
+from shardpass.core.training.checkpoint_file import read_verified, write_verified
 from shardpass.core.training.gradients import (
     GradientSums,
     clip_grad_norm,
     no_sync,
-    refuse_as_built,
     refuse_inside_ddp,
     sync_gradients,
     sync_parameters,
@@ -33,7 +32,6 @@ __all__ = [
     "average_precision",
     "clip_grad_norm",
     "cross_entropy",
-    "digest",
     "f1",
     "global_moments",
     "load_checkpoint",
@@ -41,7 +39,6 @@ __all__ = [
     "mean",
     "no_sync",
     "read_verified",
-    "refuse_as_built",
     "refuse_inside_ddp",
     "refuse_unlike",
     "replace_batch_norms",
@@ -53,7 +50,6 @@ __all__ = [
     "sum",
     "sync_gradients",
     "sync_parameters",
-    "tensor_places",
     "total",
     "total_rows",
     "write_verified",

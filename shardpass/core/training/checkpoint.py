@@ -21,14 +21,16 @@ from shardpass.core.ranks import (
     describe,
     fail_together,
     get_random_state,
+    is_local,
     require_model,
     require_path,
     require_ranks,
     set_random_state,
+    tensor_digest,
     torch_private,
 )
 from shardpass.core.training.buckets import broadcast_tensors
-from shardpass.core.training.checkpoint_file import FORMAT, decode, digest, encode, read_file, write_file
+from shardpass.core.training.checkpoint_file import FORMAT, decode, encode, read_file, write_file
 from shardpass.core.training.same_model import refuse_unlike
 from shardpass.errors import CheckpointError
 
@@ -136,7 +138,7 @@ def _tables(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
     if optimizer is not None:
         groups = (parameter for group in optimizer.param_groups for parameter in group["params"])
         named |= {f"optimizer/state/{index}": parameter for index, parameter in enumerate(groups)}
-    return {name: parameter for name, parameter in named.items() if getattr(parameter, "shardpass_local", False)}
+    return {name: parameter for name, parameter in named.items() if is_local(parameter)}
 
 
 def _of_name(name: str, tables: Mapping[str, _T]) -> _T | None:
@@ -183,7 +185,7 @@ def _continue_random(manifest: dict[str, Any], tensors: dict[str, Tensor], comm:
             if same:
                 set_random_state({kind: rows[comm.rank].clone() for kind, rows in states.items()})
             else:
-                torch.manual_seed(derive_seed(digest(states["cpu"][0]), comm.size, comm.rank))
+                torch.manual_seed(derive_seed(tensor_digest(states["cpu"][0]), comm.size, comm.rank))
     except (RuntimeError, TypeError, KeyError) as error:
         raise CheckpointError(f"the random state could not be restored: {error}") from error
     return same

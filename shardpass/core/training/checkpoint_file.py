@@ -23,14 +23,13 @@ from torch import Tensor
 from shardpass.core.ranks import (
     COUNT,
     Blocks,
-    bytes_of,
     dtype_name,
     flush,
     header_of,
     mismatch,
-    places_in,
     refuse_irregular,
     tells_of_full_disk,
+    tensor_digest,
     write_blocks,
 )
 from shardpass.errors import CheckpointError
@@ -104,24 +103,10 @@ def read_verified(path: Path) -> tuple[str, dict[str, Tensor]]:
         raise ValueError(f"{str(path)!r} is torn, or something else: {error}") from error
     if "shardpass" not in header or "checksum" not in header:
         raise ValueError(f"{str(path)!r} is no file of shardpass: its header has no checksum")
-    digests = {name: digest(tensor) for name, tensor in tensors.items()}
+    digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
     if _checksum(header["shardpass"], tensors, digests) != header["checksum"]:
         raise ValueError(f"{str(path)!r} was altered or damaged: its checksum does not fit")
     return header["shardpass"], tensors
-
-
-def tensor_places(path: Path) -> dict[str, tuple[Tensor, int]]:
-    """For each tensor of a file that `write_verified` wrote: one like it without memory, and the byte where it begins.
-
-    Nothing is verified.
-    """
-    with open(path, "rb") as file:
-        length = file.read(8)
-        places = places_in(length + file.read(int.from_bytes(length, "little")))
-    return {
-        name: (torch.empty(info.shape, dtype=info.dtype, device="meta"), start)
-        for name, (info, start) in places.items()
-    }
 
 
 def _checksum(text: str, tensors: Mapping[str, Tensor | Blocks], digests: dict[str, str]) -> str:
@@ -130,11 +115,6 @@ def _checksum(text: str, tensors: Mapping[str, Tensor | Blocks], digests: dict[s
         total.update(f"\0{name} {dtype_name(tensor.dtype)} {list(tensor.shape)}\0".encode())
         total.update(bytes.fromhex(digests[name]))
     return total.hexdigest()
-
-
-def digest(tensor: Tensor) -> str:
-    """The SHA-256 of the bytes of a tensor."""
-    return hashlib.sha256(bytes_of(tensor)).hexdigest()
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:

@@ -26,6 +26,7 @@ from shardpass.core.ranks import (
     SummedModels,
     agree,
     begin_call,
+    is_local,
     is_parameter,
     refuse_double_backward,
     refuse_shared_model,
@@ -35,7 +36,7 @@ from shardpass.core.ranks import (
     warn_of_unwrapped,
 )
 from shardpass.core.training.buckets import BUCKET_BYTES, broadcast_tensors, summed_tensors
-from shardpass.core.training.same_model import alike, first_difference, is_local, refuse_unlike
+from shardpass.core.training.same_model import alike, first_difference, refuse_unlike
 from shardpass.errors import RefusedError, ShardpassError
 
 _KEPT = 8  # lists of copies of a model, for itself and for parts of it that are called by themselves
@@ -327,25 +328,6 @@ def clip_grad_norm(model: nn.Module, max_norm: float, comm: Ranks) -> Tensor:
     for _, gradient in found:
         gradient.detach().mul_(factor)
     return norm
-
-
-def refuse_as_built(model: nn.Module) -> None:
-    """Raise if `model` cannot be wrapped as it is built.
-
-    Raises:
-        RefusedError: it averages gradients over ranks, or a parameter has no shape yet.
-    """
-    if isinstance(model, (DistributedDataParallel, nn.DataParallel)):
-        raise RefusedError(
-            f"{type(model).__name__} averages gradients, but those of a sharded graph must be summed: wrap the "
-            f"model inside it, whose backward sums them"
-        )
-    for name, parameter in model.named_parameters():
-        if nn.parameter.is_lazy(parameter):
-            raise RefusedError(
-                f"parameter {name!r} has no shape yet (a lazy layer, in_channels=-1). Give the number of input "
-                f"channels, or run the model once on a few nodes before wrap"
-            )
 
 
 def refuse_inside_ddp() -> None:

@@ -212,12 +212,10 @@ class _Normalise(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_rows = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
             scale = inverse if weight is None else inverse * weight.double()
-            slope = -scale * inverse.square() * total[1]
-            constant = -scale * total[0] + slope * (shift.double() - mean)
-            scale, slope, constant = (vector.to(dtype) for vector in (scale, slope, constant))
+            slope, constant = -scale * inverse.square() * total[1], -scale * total[0]
             for part in row_chunks(rows):
-                value = (rows[part] - shift).mul_(slope).add_(constant)
-                torch.addcmul(value, grad[part].to(dtype), scale, out=grad_rows[part])
+                value = shifted(rows[part].to(dtype), mean, slope, constant)
+                torch.addcmul(value, grad[part].to(dtype), scale.to(dtype), out=grad_rows[part])
         grad_weight = None if weight is None else (sums[1] * inverse).to(weight.dtype)
         grad_bias = None if ctx.bias_dtype is None else sums[0].to(ctx.bias_dtype)
         return torch.zeros_like(token), grad_rows, grad_weight, grad_bias, *[None] * 6

@@ -10,8 +10,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from shardpass.core.ranks import Ranks
-from shardpass.core.training import digest
+from shardpass.core.ranks import Ranks, tensor_digest
 from shardpass.core.wrapping.replacing import Methods
 from shardpass.errors import RefusedError
 
@@ -59,7 +58,7 @@ def _refresh(model: nn.Module, comm: Ranks, copied: nn.Module) -> None:
 def _agree_on_buffers(buffers: list[Tensor], comm: Ranks) -> None:
     if not buffers or comm.size == 1:
         return
-    own = torch.tensor([int(digest(buffer)[:14], 16) for buffer in buffers], device=comm.device)
+    own = torch.tensor([int(tensor_digest(buffer)[:14], 16) for buffer in buffers], device=comm.device)
     digests = torch.stack(comm.all_gather(own, "buffers of the model"))
     for buffer, same in zip(buffers, (digests == digests[0]).all(0).tolist()):
         if not same:

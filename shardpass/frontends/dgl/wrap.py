@@ -14,17 +14,13 @@ from shardpass.core.following import FollowRows
 from shardpass.core.graphs import ShardedGraph
 from shardpass.core.memory import Checkpoint, check_choice
 from shardpass.core.ranks import Ranks, decorrelate, is_wrapped, refuse_shared_model, torch_private
-from shardpass.core.training import (
-    GradientSums,
-    refuse_as_built,
-    replace_batch_norms,
-    sync_parameters,
-)
+from shardpass.core.training import GradientSums, replace_batch_norms, sync_parameters
 from shardpass.core.wrapping import (
     EmptyRows,
     FollowedCalls,
     OutermostCall,
     make_outermost,
+    refuse_as_built,
     runs_as_it_is,
     shared_copy,
 )

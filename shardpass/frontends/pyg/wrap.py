@@ -14,13 +14,15 @@ from shardpass.core.following import is_called_by
 from shardpass.core.graphs import GraphArgument, ShardedEdgeIndex, ShardedGraph, ShardedHeteroGraph
 from shardpass.core.memory import Checkpoint, check_choice
 from shardpass.core.ranks import Ranks, decorrelate, is_wrapped, refuse_shared_model, torch_private
-from shardpass.core.training import (
-    GradientSums,
+from shardpass.core.training import GradientSums, replace_batch_norms, sync_parameters
+from shardpass.core.wrapping import (
+    FollowedCalls,
+    OutermostCall,
+    make_outermost,
     refuse_as_built,
-    replace_batch_norms,
-    sync_parameters,
+    runs_as_it_is,
+    shared_copy,
 )
-from shardpass.core.wrapping import FollowedCalls, OutermostCall, make_outermost, runs_as_it_is, shared_copy
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg.adjacency import refuse_sparse
 from shardpass.frontends.pyg.attention import distribute_attention
