@@ -44,6 +44,11 @@ def is_local(parameter: Tensor) -> bool:
     return getattr(parameter, "shardpass_local", False)
 
 
+def is_summed_before(leaf: Any) -> bool:
+    """Whether a leaf of autograd is a parameter of a wrapped model, whose gradients are summed before they reach it."""
+    return getattr(leaf, "shardpass_summed", False)
+
+
 def is_parameter(tensor: Tensor) -> bool:
     """Whether `tensor` is a parameter, or what stands for one while a wrapped model runs."""
     function = torch_private.function_of(tensor.grad_fn)

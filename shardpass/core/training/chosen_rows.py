@@ -60,14 +60,13 @@ def chosen_rows(
     """What counts of `logits`, which have passed `check_logits` with `y`.
 
     Args:
-        y, mask, weight, ignore_index: as of `cross_entropy`.
+        y, mask, weight, ignore_index: as of `cross_entropy`; no class is ignored for `None`.
 
     Raises:
-        ValueError: the mask is none, or a class id that counts.
+        ValueError: the mask is something else, or a class id that counts is out of range.
     """
     check_mask(mask, logits.size(0))
-    all_rows = torch.arange(logits.size(0), device=logits.device)
-    numbers = all_rows if mask is None else mask.to(logits.device)
+    numbers = torch.arange(logits.size(0), device=logits.device) if mask is None else mask.to(logits.device)
     numbers = numbers.nonzero().view(-1) if numbers.dtype == torch.bool else numbers.long()
     targets = y.to(logits.device).index_select(0, numbers)
     is_class = not targets.is_floating_point()
@@ -83,7 +82,7 @@ def chosen_rows(
         denominator = float(of_classes[targets.long()].sum(dtype=torch.float64))
     kind = "" if ignore_index in (None, -100) else f" without class {ignore_index}"
     kind += "" if weight is None else _class_weights(weight)
-    is_all = mask is None and len(numbers) == len(all_rows)
+    is_all = mask is None and len(numbers) == logits.size(0)
     return ChosenRows(None if is_all else numbers, denominator, kind, row_numbers(mask, y))
 
 

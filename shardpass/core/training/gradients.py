@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -190,9 +189,8 @@ def _places(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
     for module in model.modules():
         held: dict[str, Any] = torch_private.parameters_of(module)  # type: ignore[assignment]
         for name, value in [*held.items()]:
-            if value is None or not value.requires_grad:
-                continue
-            if value.is_leaf or not is_parameter(value):  # and not a copy that an outer call has put there
+            # and not a copy that an outer call has put there
+            if value is not None and value.requires_grad and (value.is_leaf or not is_parameter(value)):
                 yield held, name, value
 
 
@@ -299,10 +297,11 @@ def summed_gradients(
 
 def _skip_together(model: nn.Module, comm: Ranks) -> None:
     """Make a gradient infinite on every rank if one of rows owned by a rank is not finite there. Collective."""
-    found = [(is_local(p), p.grad) for p in model.parameters() if p.grad is not None]
-    lost = torch.tensor([not all(bool(grad.isfinite().all()) for local, grad in found if local)])
+    shared = [p.grad for p in model.parameters() if p.grad is not None and not is_local(p)]
+    local = [p.grad for p in model.parameters() if p.grad is not None and is_local(p)]
+    lost = torch.tensor([not all(bool(grad.isfinite().all()) for grad in local)])
     if comm.all_reduce(lost, "max", "sync_gradients: finite").item():
-        for _, grad in sorted((pair for pair in found if pair[1].numel()), key=itemgetter(0))[:1]:
+        for grad in [grad for grad in (*shared, *local) if grad.numel()][:1]:
             grad.detach().view(-1)[0] = float("inf")
 
 

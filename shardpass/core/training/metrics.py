@@ -88,7 +88,7 @@ def mae(prediction: Tensor, y: Tensor, mask: Tensor | None, comm: Ranks) -> floa
     """
 
     def own() -> OwnPart[None]:
-        _check_alike(prediction, y)
+        _check_shapes(prediction, y)
         check_mask(mask, len(y), y.shape)
         right = select(y.detach(), mask, prediction.device).double()
         errors = (select(prediction.detach(), mask).double() - right).abs()[~right.isnan()]
@@ -152,8 +152,7 @@ def _decisions(logits: Tensor, y: Tensor, mask: Tensor | None, average: str) -> 
 def _labelled(scores: Tensor, y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """The masked rows of scores and labels, and a bool for each entry: whether it has a label and the mask has it.
 
-    Raises:
-        ValueError: the mask is none, or a label is neither 0 nor 1.
+    Raises ValueError for a mask of something else, and for labels that are neither 0 nor 1.
     """
     check_mask(mask, len(y), y.shape)
     rows_mask = None if is_of_entries(mask, y.shape) else mask
@@ -171,7 +170,7 @@ def _mean_over_tasks(
     name: str, measure: Callable[[Tensor, Tensor], float], scores: Tensor, y: Tensor, mask: Tensor | None, comm: Ranks
 ) -> float:
     def own() -> OwnPart[tuple[Tensor, Tensor]]:
-        _check_alike(scores, y)
+        _check_shapes(scores, y)
         if scores.dim() > 2 or not scores.is_floating_point():
             raise ValueError(f"scores must be floating point [n] or [n, tasks]: {describe(scores)}")
         rows, labels, counted = _labelled(scores, y, mask)
@@ -210,7 +209,7 @@ def _precision(ones: Tensor, zeros: Tensor) -> float:
     return float((precision * ones.flip(0)).sum() / ones.sum().clamp(min=1))
 
 
-def _check_alike(prediction: Any, y: Any) -> None:
+def _check_shapes(prediction: Any, y: Any) -> None:
     if not isinstance(prediction, Tensor) or not isinstance(y, Tensor) or prediction.dim() == 0:
         raise ValueError(f"expected tensors with one row per own node, found {describe(prediction)}, {describe(y)}")
     if prediction.shape != y.shape or prediction.is_complex() or y.is_complex():

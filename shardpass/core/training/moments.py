@@ -121,8 +121,7 @@ class _Moments(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, token: Tensor, rows: Tensor, mean: Tensor, variance: Tensor, count: int, comm: Ranks,
-        label: str,
+        ctx: Any, token: Tensor, rows: Tensor, mean: Tensor, variance: Tensor, count: int, comm: Ranks, label: str,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         ctx.save_for_backward(token, rows, mean)
         ctx.count, ctx.comm, ctx.label = count, comm, label

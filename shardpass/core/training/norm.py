@@ -226,12 +226,10 @@ def _normalised(
 ) -> Tensor:
     """``(rows - mean) / sqrt(variance + eps) * weight + bias``, [num_own, channels], in the dtype of `rows`."""
     scale = (variance + eps).rsqrt()
-    if weight is not None:
-        scale = scale * weight.double()
-    offset = None if bias is None else bias.double()
+    scale = scale if weight is None else scale * weight.double()
     output = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
     for part in row_chunks(rows):
-        shifted(rows[part], mean, scale, offset, out=output[part])
+        shifted(rows[part], mean, scale, bias, out=output[part])
     return output
 
 

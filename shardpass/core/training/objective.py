@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardpass.core.ranks import Ranks, autograd_leaves, describe, unfollowed
+from shardpass.core.ranks import Ranks, autograd_leaves, describe, is_summed_before, unfollowed
 from shardpass.core.training.chosen_rows import known_rows
 from shardpass.core.training.masked_rows import OwnPart, check_logits, check_mask, select, sums_over_ranks
 from shardpass.errors import RefusedError
@@ -64,7 +64,7 @@ def cross_entropy(
             raise ValueError(f"weight must have one entry per class, [{logits.shape[1]}], found {describe(weight)}")
         chosen = known_rows(logits, y, mask, weight, ignore_index, comm)
         losses = _row_losses(chosen.of(logits), chosen.of(y.to(logits.device)), weight, label_smoothing)
-        return _part(losses, len(losses), chosen.denominator, chosen.kind, chosen.row_numbers)
+        return _part(losses, chosen.denominator, chosen.kind, chosen.row_numbers)
 
     return _over_ranks("cross_entropy", logits, mask, comm, own)
 
@@ -85,12 +85,7 @@ def mean(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
         ValueError: on every rank, if shapes are wrong on one, no rank has a masked node, or a value that the mask
             leaves out is NaN, which would make its gradient NaN.
     """
-
-    def own() -> _Losses:
-        rows = _rows_of("mean", values, mask)
-        return _part(rows, rows.numel(), rows.numel())
-
-    return _over_ranks("mean", values, mask, comm, own)
+    return _over_ranks("mean", values, mask, comm, lambda: _own_values("mean", values, mask, is_mean=True))
 
 
 @unfollowed(2, gives="total")
@@ -99,7 +94,7 @@ def sum(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
 
     Collective in forward (once). Arguments and errors as in `mean`, but nodes may be absent everywhere: the sum is 0.
     """
-    return _over_ranks("sum", values, mask, comm, lambda: _part(_rows_of("sum", values, mask), count=1))
+    return _over_ranks("sum", values, mask, comm, lambda: _own_values("sum", values, mask, is_mean=False))
 
 
 @unfollowed(1, gives="replicated")
@@ -123,11 +118,6 @@ def replicated(term: Tensor, comm: Ranks) -> Tensor:
             "else that is summed over ranks. Call it on the part that has no parameters"
         )
     return term if kinds == {True} else _Share.apply(term, term, comm.size)
-
-
-def is_summed_before(leaf: Any) -> bool:
-    """Whether a leaf of autograd is a parameter of a wrapped model, whose gradients are summed before they reach it."""
-    return getattr(leaf, "shardpass_summed", False)
 
 
 @unfollowed(1, gives="sum")
@@ -172,12 +162,12 @@ _Losses = OwnPart[tuple[Tensor, torch.dtype]]
 """Their sum in float64, which has a gradient, and their dtype. The numbers are its value and what divides it."""
 
 
-def _part(
-    losses: Tensor, count: int, divisor: float | None = None, kind: str = "", row_numbers: float | None = None
-) -> _Losses:
+def _part(losses: Tensor, divisor: float | None, kind: str = "", row_numbers: float | None = None) -> _Losses:
     share = losses.sum(dtype=torch.float64)
-    divisors = [] if divisor is None else [float(divisor)]
-    return OwnPart([float(count), share, *divisors], (share, losses.dtype), kind, row_numbers)
+    numbers: list[float | Tensor] = [1.0, share]  # a sum may be that of nothing
+    if divisor is not None:
+        numbers = [float(losses.numel()), share, divisor]
+    return OwnPart(numbers, (share, losses.dtype), kind, row_numbers)
 
 
 def _over_ranks(name: str, rows: Any, mask: Any, comm: Ranks, own: Callable[[], _Losses]) -> Tensor:
@@ -190,12 +180,8 @@ def _over_ranks(name: str, rows: Any, mask: Any, comm: Ranks, own: Callable[[], 
     return _Share.apply(share, found, denominator).to(dtype)
 
 
-def _rows_of(name: str, values: Tensor, mask: Tensor | None) -> Tensor:
-    """The masked rows in a floating dtype.
-
-    Raises:
-        ValueError: the arguments are not as those of `mean`.
-    """
+def _own_values(name: str, values: Tensor, mask: Tensor | None, is_mean: bool) -> _Losses:
+    """The masked rows, in a floating dtype. Raises ValueError for arguments that are not as those of `mean`."""
     if not isinstance(values, Tensor) or values.dim() == 0:
         raise ValueError(
             f"values must have one row per own node, found {describe(values)}; compute the loss with "
@@ -211,4 +197,5 @@ def _rows_of(name: str, values: Tensor, mask: Tensor | None) -> Tensor:
                 f"{left_out} values that the mask leaves out are NaN, and so are their gradients, as 0 times "
                 f"NaN is: leave them out before the loss, {name}(loss(out[mask], y[mask]), None, comm)"
             )
-    return select(values if values.is_floating_point() else values.float(), mask)
+    rows = select(values if values.is_floating_point() else values.float(), mask)
+    return _part(rows, float(rows.numel()) if is_mean else None)
