@@ -118,9 +118,8 @@ def load_checkpoint(
     _agreed(comm, lambda: _validate(path, comm, manifest, model, optimizer, graph, rows))
     tensors = _passed_on(manifest, read, comm, rows)
     _agreed(comm, lambda: _restore(manifest, tensors, model, optimizer))
-    same = _agreed(comm, lambda: _continue_random(manifest, tensors, comm))
-    extra = decode(manifest["extra"], tensors)
-    return {"epoch": manifest["epoch"], "extra": extra, "random": "restored" if same else "derived"}
+    random = _agreed(comm, lambda: _continue_random(manifest, tensors, comm))
+    return {"epoch": manifest["epoch"], "extra": decode(manifest["extra"], tensors), "random": random}
 
 
 def _checked(path: Any, comm: Any, model: Any, optimizer: Any, call: str) -> Path:
@@ -175,10 +174,10 @@ def _passed_on(
     return tensors
 
 
-def _continue_random(manifest: dict[str, Any], tensors: dict[str, Tensor], comm: Ranks) -> bool:
-    """Restore this rank's random state, or derive one on another number of ranks. Whether it was restored."""
+def _continue_random(manifest: dict[str, Any], tensors: dict[str, Tensor], comm: Ranks) -> str:
+    """Restore this rank's random state, or derive one on another number of ranks; "restored" or "derived"."""
     names = [name for name in manifest["local"] if name.startswith("random/")]
-    same = bool(manifest["ranks"] == comm.size)
+    same = manifest["ranks"] == comm.size
     try:
         states = {name.removeprefix("random/"): tensors[name].view(manifest["ranks"], -1) for name in names}
         with comm.random_lock():
@@ -188,7 +187,7 @@ def _continue_random(manifest: dict[str, Any], tensors: dict[str, Tensor], comm:
                 torch.manual_seed(derive_seed(tensor_digest(states["cpu"][0]), comm.size, comm.rank))
     except (RuntimeError, TypeError, KeyError) as error:
         raise CheckpointError(f"the random state could not be restored: {error}") from error
-    return same
+    return "restored" if same else "derived"
 
 
 def _agreed(comm: Ranks, work: Callable[[], _T]) -> _T:

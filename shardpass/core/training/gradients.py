@@ -135,9 +135,8 @@ class GradientSums:
     def summed(self, parameters: list[Tensor], parts: tuple[Tensor | None, ...], label: str) -> list[Tensor | None]:
         """What backward is to hand on for the `parts` that it has found on this rank. Collective, unless it waits."""
         if self.waits:
-            return [self._hold(parameter, part) for parameter, part in zip(parameters, parts)]
-        found = [self._with_held(parameter, part) for parameter, part in zip(parameters, parts)]
-        return summed_gradients(parameters, found, self.comm, label)
+            return [*map(self._hold, parameters, parts)]
+        return summed_gradients(parameters, [*map(self._with_held, parameters, parts)], self.comm, label)
 
     def _hold(self, parameter: Tensor, part: Tensor | None) -> Tensor | None:
         if part is None or is_local(parameter):

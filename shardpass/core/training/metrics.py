@@ -19,8 +19,7 @@ from shardpass.core.training.masked_rows import (
     sums_over_ranks,
 )
 
-_NO_LABEL = 2
-"""What stands among gathered zeros and ones for an entry that does not count."""
+_NO_LABEL = 2  # what stands among gathered zeros and ones for an entry that does not count
 
 
 @unfollowed(3)

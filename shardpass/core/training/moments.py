@@ -136,22 +136,26 @@ class _Moments(torch.autograd.Function):
         return torch.zeros_like(token), grad, None, None, None, None, None
 
 
-def shifted(rows: Tensor, mean: Tensor, scale: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+def shifted(rows: Tensor, mean: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """``(rows - mean) * scale + bias`` per channel, in the dtype of `rows`, differentiable in all. Not collective.
-
-    No accuracy is lost if the mean is much larger than the deviation: the constant term makes good for the rounding of
-    `mean` to the dtype of the rows.
 
     Args:
         rows: ``[num_own, channels]``.
         mean, scale, bias: float64, ``[channels]`` or 0-dim.
-        out: where the result is written, without a gradient.
     """
-    dtype = accumulator_of(rows)
+    near, scale, constant = shift_of(mean, scale, bias, accumulator_of(rows))
+    return torch.addcmul(constant, rows.to(near.dtype) - near, scale).to(rows.dtype)
+
+
+def shift_of(mean: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Such `near`, `scale` and `constant` in `dtype` that `shifted` is ``(rows - near) * scale + constant``.
+
+    No accuracy is lost if the mean is much larger than the deviation: the constant term makes good for the rounding of
+    `mean` to `dtype`.
+    """
     near = mean.detach().to(dtype)
     constant = (near.double() - mean) * scale
-    constant = constant if bias is None else constant + bias
-    return torch.addcmul(constant.to(dtype), rows.to(dtype) - near, scale.to(dtype), out=out).to(rows.dtype)
+    return near, scale.to(dtype), (constant if bias is None else constant + bias).to(dtype)
 
 
 @unfollowed(1)

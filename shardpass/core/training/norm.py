@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardpass.core.following import user_line
 from shardpass.core.ranks import Ranks, begin_call, dtype_name, end_call, refuse_double_backward, torch_private
-from shardpass.core.training.moments import Moments, RowNorm, accumulator_of, global_moments, row_chunks, shifted
+from shardpass.core.training.moments import Moments, RowNorm, accumulator_of, global_moments, row_chunks, shift_of
 from shardpass.errors import RefusedError
 
 
@@ -194,10 +194,9 @@ class _Normalise(torch.autograd.Function):
         return _normalised(rows, weight, bias, mean, variance, eps), torch.zeros_like(token)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward("DistributedBatchNorm")
         token, rows, weight, mean, variance = ctx.saved_tensors
-        grad = grads[0]
         dtype = accumulator_of(rows)
         shift = mean.to(dtype)
         inverse = (variance + ctx.eps).rsqrt()
@@ -212,9 +211,9 @@ class _Normalise(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_rows = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
             scale = inverse if weight is None else inverse * weight.double()
-            slope, constant = -scale * inverse.square() * total[1], -scale * total[0]
+            shift, slope, constant = shift_of(mean, -scale * inverse.square() * total[1], -scale * total[0], dtype)
             for part in row_chunks(rows):
-                value = shifted(rows[part].to(dtype), mean, slope, constant)
+                value = (rows[part] - shift).mul_(slope).add_(constant)
                 torch.addcmul(value, grad[part].to(dtype), scale.to(dtype), out=grad_rows[part])
         grad_weight = None if weight is None else (sums[1] * inverse).to(weight.dtype)
         grad_bias = None if ctx.bias_dtype is None else sums[0].to(ctx.bias_dtype)
@@ -227,9 +226,10 @@ def _normalised(
     """``(rows - mean) / sqrt(variance + eps) * weight + bias``, [num_own, channels], in the dtype of `rows`."""
     scale = (variance + eps).rsqrt()
     scale = scale if weight is None else scale * weight.double()
+    near, scale, constant = shift_of(mean, scale, bias, accumulator_of(rows))
     output = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
     for part in row_chunks(rows):
-        shifted(rows[part], mean, scale, bias, out=output[part])
+        torch.addcmul(constant, rows[part] - near, scale, out=output[part])
     return output
 
 
