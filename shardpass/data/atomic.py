@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+from shardpass.core.ranks import flush
 from shardpass.data.keys import GRAPH_FILE, NAMES_FILE
 from shardpass.data.manifest import MANIFEST_NAME
 from shardpass.errors import StoreError
@@ -45,8 +45,8 @@ def publish(complete: Path, path: Path, overwrite: bool) -> None:
     mapped. What they would read later is refused.
     """
     for entry in complete.iterdir():
-        _sync(entry)
-    _sync(complete)
+        flush(entry)
+    flush(complete)
     check_target(path, overwrite)
     replaced = complete.with_name(f"{complete.name}-replaced")
     try:
@@ -56,12 +56,4 @@ def publish(complete: Path, path: Path, overwrite: bool) -> None:
     finally:
         if not path.exists() and replaced.exists():
             replaced.rename(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush(path.parent)

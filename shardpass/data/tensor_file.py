@@ -6,7 +6,6 @@ The checksums of the header and of each tensor, and the size of the file, cover 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -19,18 +18,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardpass.core.ranks import (
-    SAFETENSORS_NAMES,
     Blocks,
-    TensorInfo,
     bytes_of,
     header_of,
+    places_in,
+    read_header,
     refuse_irregular,
     tells_of_full_disk,
     write_blocks,
 )
 from shardpass.errors import StoreError
 
-_DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 _BLOCK_BYTES = 1 << 18
 
 
@@ -75,9 +73,7 @@ class TensorFile:
             refuse_irregular(path)
             with open(path, "rb") as file:
                 size, self._identity = os.fstat(file.fileno()).st_size, _identity(file)
-                length = file.read(8)
-                # a wrong length must not become a huge read
-                header = length + file.read(min(int.from_bytes(length, "little"), size))
+                header = read_header(file)
         except OSError as error:
             raise StoreError(
                 f"{path} cannot be read ({error.strerror or error}); the store needs all its part files"
@@ -90,14 +86,10 @@ class TensorFile:
         self._compare(hashlib.sha256(header).hexdigest(), record.header_sha256, "the header")
         try:
             self._file: Any = safe_open(path, framework="pt")
-            entries = {key: entry for key, entry in json.loads(header[8:]).items() if key != "__metadata__"}
-            self._infos = {
-                key: TensorInfo(_DTYPES[entry["dtype"]], tuple(entry["shape"])) for key, entry in entries.items()
-            }
-            self._starts = {key: len(header) + entry["data_offsets"][0] for key, entry in entries.items()}
+            self._places = places_in(header)
         except (SafetensorError, ValueError, LookupError) as error:
             raise StoreError(f"{path} is not as shardpass.partition writes it: {error}") from error
-        if self._infos.keys() != record.tensors.keys():
+        if self._places.keys() != record.tensors.keys():
             raise StoreError(f"{path} does not hold the tensors that its manifest lists: write the store again")
 
     def tensor(self, key: str) -> Tensor:
@@ -107,13 +99,13 @@ class TensorFile:
 
     def read(self, key: str, start: int, stop: int) -> Tensor:
         """A copy of the numbers ``[start, stop)`` of a tensor, [stop - start], not verified. The file is not mapped."""
-        info = self._infos[key]
+        info, first = self._places[key]
         raw = bytearray((stop - start) * info.dtype.itemsize)
         try:
             with open(self.path, "rb") as file:
                 if _identity(file) != self._identity:
                     raise StoreError(f"{self.path} was replaced after the store was opened: load the store again")
-                file.seek(self._starts[key] + start * info.dtype.itemsize)
+                file.seek(first + start * info.dtype.itemsize)
                 if file.readinto(raw) != len(raw):
                     raise StoreError(f"{self.path} has become shorter since it was opened; write the store again")
         except OSError as error:
@@ -125,7 +117,7 @@ class TensorFile:
 
         They are copies, or if `mapped` views of the mapped file, whose pages are in memory from then on.
         """
-        digest, info = hashlib.sha256(), self._infos[key]
+        digest, (info, _) = hashlib.sha256(), self._places[key]
         count, step = math.prod(info.shape), _BLOCK_BYTES // info.dtype.itemsize
         whole = self.tensor(key).view(-1) if mapped else None
         for start in range(0, count, step):

@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardpass.core.training import verified_file
+from shardpass.core.training import checkpoint_file
 
 from .programs import UserError
 from .world import Process, World
@@ -191,7 +191,7 @@ def disk(world: World) -> Iterator[None]:
 
         return call
 
-    fill = verified_file._fill
+    fill = checkpoint_file._fill
 
     def fill_partly(path: Any, *args: Any) -> None:
         point()
@@ -209,5 +209,5 @@ def disk(world: World) -> Iterator[None]:
             (Path, "mkdir"), (Path, "write_text"), (shutil, "rmtree"),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(owner, name, before(name, getattr(owner, name))))
-        stack.enter_context(mock.patch.object(verified_file, "_fill", fill_partly))
+        stack.enter_context(mock.patch.object(checkpoint_file, "_fill", fill_partly))
         yield

@@ -37,8 +37,7 @@ from shardpass.core.inference.row_sources import (
     hold,
     tensors_of,
 )
-from shardpass.core.ranks import RowSet, torch_private
-from shardpass.core.training import tensor_places
+from shardpass.core.ranks import RowSet, places_in, read_header, torch_private
 
 
 class Deferral:
@@ -74,7 +73,10 @@ class Deferral:
     def stored(self, path: Path, device: torch.device) -> dict[str, Tensor]:
         """The stand-ins for the tensors of a file that `write_verified` wrote, or the tensors if they have few rows."""
         found: dict[str, Tensor] = {}
-        for name, (like, start) in tensor_places(path).items():
+        with open(path, "rb") as file:
+            places = places_in(read_header(file))
+        for name, (info, start) in places.items():
+            like = torch.empty(info.shape, dtype=info.dtype, device="meta")
             rows = StoredRows(path, start, like.view(-1) if like.dim() == 0 else like, device)
             few = like.dim() == 0 or like.size(0) < 2
             found[name] = rows.whole().view(like.shape) if few else self.of(rows, like, device)

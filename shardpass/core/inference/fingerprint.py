@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.core.graphs import ShardedEdgeIndex, ShardedGraph
-from shardpass.core.ranks import torch_private
-from shardpass.core.training import digest
+from shardpass.core.ranks import tensor_digest, torch_private
 
 _PLAIN = bool | int | float | complex | str | bytes | None | torch.dtype | torch.device
 
@@ -47,7 +46,7 @@ def argument_lines(args: Any, graph: ShardedGraph) -> Iterator[str]:
 
 def tensor_line(value: Tensor) -> str:
     """The dtype, the shape and a hash of the content."""
-    return f"{value.dtype} {list(value.shape)} {digest(value.detach().cpu())}"
+    return f"{value.dtype} {list(value.shape)} {tensor_digest(value)}"
 
 
 def _value_line(value: Any) -> str | None:

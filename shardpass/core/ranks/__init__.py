@@ -27,7 +27,7 @@ from shardpass.core.ranks.autograd_order import (
     refuse_inside_message,
     start_chain,
 )
-from shardpass.core.ranks.files import allocate, prepare_target, refuse_irregular, tells_of_full_disk
+from shardpass.core.ranks.files import allocate, flush, prepare_target, refuse_irregular, tells_of_full_disk
 from shardpass.core.ranks.leaves import leaves_within
 from shardpass.core.ranks.on_ranks import OnRanks
 from shardpass.core.ranks.options import MODES, Mode, Options
@@ -37,8 +37,10 @@ from shardpass.core.ranks.own_model import (
     ParameterCopies,
     autograd_leaves,
     has_raw_parameter,
+    is_local,
     is_made_of_parameters,
     is_parameter,
+    is_summed_before,
     is_wrapped,
     refuse_shared_model,
     warn_of_unwrapped,
@@ -68,7 +70,16 @@ from shardpass.core.ranks.rows import (
 )
 from shardpass.core.ranks.same_tensors import Known, checksum
 from shardpass.core.ranks.schema import COUNT, mismatch
-from shardpass.core.ranks.tensor_blocks import Blocks, TensorInfo, bytes_of, header_of, write_blocks
+from shardpass.core.ranks.tensor_blocks import (
+    Blocks,
+    TensorInfo,
+    bytes_of,
+    header_of,
+    places_in,
+    read_header,
+    tensor_digest,
+    write_blocks,
+)
 from shardpass.core.ranks.units import (
     SAFETENSORS_NAMES,
     bytes_text,
@@ -122,14 +133,17 @@ __all__ = [
     "end_call",
     "end_chain",
     "fail_together",
+    "flush",
     "get_random_state",
     "has_drawn",
     "has_raw_parameter",
     "header_of",
     "is_differentiable",
+    "is_local",
     "is_made_of_parameters",
     "is_out_of_memory",
     "is_parameter",
+    "is_summed_before",
     "is_wrapped",
     "leaves_within",
     "linear_call",
@@ -141,8 +155,10 @@ __all__ = [
     "parse_bytes",
     "parse_count",
     "piece_seed",
+    "places_in",
     "plain_of",
     "prepare_target",
+    "read_header",
     "refuse_double_backward",
     "refuse_inside_message",
     "refuse_irregular",
@@ -160,6 +176,7 @@ __all__ = [
     "start_chain",
     "takes_followed",
     "tells_of_full_disk",
+    "tensor_digest",
     "torch_private",
     "unfollowed",
     "warn_of_unwrapped",

@@ -51,6 +51,15 @@ def tells_of_full_disk(path: str | os.PathLike[str], num_bytes: int) -> Iterator
         raise OSError(f"{path} cannot be written: it needs {num_bytes} bytes ({error.strerror})") from error
 
 
+def flush(path: Path) -> None:
+    """Flush a file or a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def allocate(file: IO[bytes], num_bytes: int) -> None:
     """Give `file` its size on the disk: on a disk that is full, writing into a mapped file would end the process."""
     if hasattr(os, "posix_fallocate"):

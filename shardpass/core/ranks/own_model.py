@@ -39,6 +39,16 @@ def is_wrapped(model: nn.Module, comm: Ranks) -> bool:
     return True
 
 
+def is_local(parameter: Tensor) -> bool:
+    """Whether it is rows of which each rank has its own."""
+    return getattr(parameter, "shardpass_local", False)
+
+
+def is_summed_before(leaf: Any) -> bool:
+    """Whether a leaf of autograd is a parameter of a wrapped model, whose gradients are summed before they reach it."""
+    return getattr(leaf, "shardpass_summed", False)
+
+
 def is_parameter(tensor: Tensor) -> bool:
     """Whether `tensor` is a parameter, or what stands for one while a wrapped model runs."""
     function = torch_private.function_of(tensor.grad_fn)
@@ -75,7 +85,7 @@ def is_made_of_parameters(tensor: Tensor) -> bool:
 
 
 def _is_raw(leaf: Any) -> bool:
-    return isinstance(leaf, nn.Parameter) and not getattr(leaf, "shardpass_local", False)
+    return isinstance(leaf, nn.Parameter) and not is_local(leaf)
 
 
 @dataclass

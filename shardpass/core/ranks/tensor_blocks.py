@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -59,6 +60,27 @@ def header_of(tensors: Mapping[str, TensorInfo], metadata: dict[str, str] | None
     return len(text).to_bytes(8, "little") + text, 8 + len(text) + start
 
 
+def read_header(file: BinaryIO) -> bytes:
+    """The header of an open file, or what there is of it."""
+    length = file.read(8)
+    # a wrong length must not become a huge read
+    return length + file.read(min(int.from_bytes(length, "little"), os.fstat(file.fileno()).st_size))
+
+
+def places_in(header: bytes) -> dict[str, tuple[TensorInfo, int]]:
+    """What each tensor of a file with this header is, and at which byte it begins.
+
+    Raises:
+        ValueError, LookupError: it is no such header, or has other dtypes.
+    """
+    dtypes = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+    return {
+        key: (TensorInfo(dtypes[entry["dtype"]], tuple(entry["shape"])), len(header) + entry["data_offsets"][0])
+        for key, entry in json.loads(header[8:]).items()
+        if key != "__metadata__"
+    }
+
+
 def write_blocks(file: BinaryIO, tensors: Mapping[str, Blocks]) -> dict[str, str]:
     """Write tensors behind their header; the SHA-256 of the bytes of each."""
     checksums = {}
@@ -79,6 +101,11 @@ def bytes_of(tensor: Tensor) -> memoryview:
     if tensor.numel() == 0:
         return memoryview(b"")
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """The SHA-256 of the bytes of a tensor."""
+    return hashlib.sha256(bytes_of(tensor)).hexdigest()
 
 
 def _in_order(tensors: Mapping[str, TensorInfo]) -> list[str]:

@@ -5,30 +5,20 @@ statistics; otherwise the room knows no edges.
 """
 
 from shardpass.core.training.checkpoint import load_checkpoint, save_checkpoint
+from shardpass.core.training.checkpoint_file import read_verified, write_verified
 from shardpass.core.training.gradients import (
     GradientSums,
     clip_grad_norm,
     no_sync,
-    refuse_as_built,
     refuse_inside_ddp,
     sync_gradients,
     sync_parameters,
 )
 from shardpass.core.training.metrics import accuracy, average_precision, f1, mae, roc_auc
-from shardpass.core.training.moments import Moments
-from shardpass.core.training.norm import (
-    BATCH_NORMS,
-    DistributedBatchNorm,
-    SteadyNorms,
-    global_moments,
-    replace_batch_norms,
-)
+from shardpass.core.training.moments import Moments, RowNorm, global_moments, row_moments, shifted, total_rows
+from shardpass.core.training.norm import BATCH_NORMS, DistributedBatchNorm, SteadyNorms, replace_batch_norms
 from shardpass.core.training.objective import cross_entropy, mean, replicated, sum, total
-from shardpass.core.training.row_norm import RowNorm
 from shardpass.core.training.same_model import LIBRARIES, refuse_unlike
-from shardpass.core.training.shared_copy import follow, shared_copy
-from shardpass.core.training.statistics import row_moments, shifted, total_rows
-from shardpass.core.training.verified_file import digest, read_verified, tensor_places, write_verified
 
 __all__ = [
     "BATCH_NORMS",
@@ -42,16 +32,13 @@ __all__ = [
     "average_precision",
     "clip_grad_norm",
     "cross_entropy",
-    "digest",
     "f1",
-    "follow",
     "global_moments",
     "load_checkpoint",
     "mae",
     "mean",
     "no_sync",
     "read_verified",
-    "refuse_as_built",
     "refuse_inside_ddp",
     "refuse_unlike",
     "replace_batch_norms",
@@ -59,12 +46,10 @@ __all__ = [
     "roc_auc",
     "row_moments",
     "save_checkpoint",
-    "shared_copy",
     "shifted",
     "sum",
     "sync_gradients",
     "sync_parameters",
-    "tensor_places",
     "total",
     "total_rows",
     "write_verified",

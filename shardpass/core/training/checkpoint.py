@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,28 +21,21 @@ from shardpass.core.ranks import (
     describe,
     fail_together,
     get_random_state,
+    is_local,
     require_model,
     require_path,
     require_ranks,
     set_random_state,
+    tensor_digest,
     torch_private,
 )
 from shardpass.core.training.buckets import broadcast_tensors
 from shardpass.core.training.checkpoint_file import FORMAT, decode, encode, read_file, write_file
 from shardpass.core.training.same_model import refuse_unlike
-from shardpass.core.training.verified_file import digest
 from shardpass.errors import CheckpointError
 
 Optimizer = torch.optim.Optimizer
 _T = TypeVar("_T")
-
-
-class Span(NamedTuple):
-    """The rows of one rank, `start` to `stop` (exclusive), of the `total` rows of all ranks."""
-
-    start: int
-    stop: int
-    total: int
 
 
 def save_checkpoint(
@@ -70,9 +63,7 @@ def save_checkpoint(
         CheckpointError: on every rank, if something cannot be stored or written on one.
         DivergenceError: on every rank, if the model differs between ranks.
     """
-    call = "save_checkpoint(path, comm, model)"
-    require_ranks(comm, call)
-    path = _checked(path, model, optimizer, call)
+    path = _checked(path, comm, model, optimizer, "save_checkpoint(path, comm, model)")
     tensors: dict[str, Tensor] = {}
     trees = _agreed(comm, lambda: _trees(model, optimizer, extra, tensors))
     tables = _tables(model, optimizer)
@@ -119,23 +110,21 @@ def load_checkpoint(
     Raises:
         CheckpointError: on every rank, if the file is missing, torn or altered, or does not fit.
     """
-    call = "load_checkpoint(path, comm, model)"
-    require_ranks(comm, call)
-    path = _checked(path, model, optimizer, call)
+    path = _checked(path, comm, model, optimizer, "load_checkpoint(path, comm, model)")
     read: dict[str, Tensor] = {}
     manifest = _agreed(comm, lambda: read_file(path, read) if comm.rank == 0 else None)
     manifest = comm.all_gather_object(manifest, "checkpoint manifest")[0]
-    spans = _spans(model, optimizer, comm)
-    _agreed(comm, lambda: _validate(path, manifest, model, optimizer, graph, spans))
-    tensors = _passed_on(manifest, read, comm, spans)
+    rows = _rows(model, optimizer, comm)
+    _agreed(comm, lambda: _validate(path, comm, manifest, model, optimizer, graph, rows))
+    tensors = _passed_on(manifest, read, comm, rows)
     _agreed(comm, lambda: _restore(manifest, tensors, model, optimizer))
-    same = _agreed(comm, lambda: _continue_random(manifest, tensors, comm))
-    extra = decode(manifest["extra"], tensors)
-    return {"epoch": manifest["epoch"], "extra": extra, "random": "restored" if same else "derived"}
+    random = _agreed(comm, lambda: _continue_random(manifest, tensors, comm))
+    return {"epoch": manifest["epoch"], "extra": decode(manifest["extra"], tensors), "random": random}
 
 
-def _checked(path: Any, model: Any, optimizer: Any, call: str) -> Path:
+def _checked(path: Any, comm: Any, model: Any, optimizer: Any, call: str) -> Path:
     """The path, if the arguments are of the kinds that they must be."""
+    require_ranks(comm, call)
     require_model(model, call)
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise TypeError(f"{call}: `optimizer` must be an optimizer of torch, but got {type(optimizer).__name__}")
@@ -147,36 +136,28 @@ def _tables(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
     named = {f"model/{name}": parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
     if optimizer is not None:
         groups = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        named |= {f"optimizer/state/{index}/": parameter for index, parameter in enumerate(groups)}
-    return {name: parameter for name, parameter in named.items() if getattr(parameter, "shardpass_local", False)}
+        named |= {f"optimizer/state/{index}": parameter for index, parameter in enumerate(groups)}
+    return {name: parameter for name, parameter in named.items() if is_local(parameter)}
 
 
-def _of_name(name: str, by_beginning: Mapping[str, _T]) -> _T | None:
+def _of_name(name: str, tables: Mapping[str, _T]) -> _T | None:
     """What belongs to the tensor saved as `name`, of a dict with the keys of `_tables`."""
-    for beginning, found in by_beginning.items():
-        if name == beginning or (beginning.endswith("/") and name.startswith(beginning)):
-            return found
-    return None
+    return tables.get(name if name.startswith("model/") else "/".join(name.split("/")[:3]))
 
 
-def _spans(model: nn.Module, optimizer: Optimizer | None, comm: Ranks) -> dict[str, Span]:
-    """For each of `_tables`, which of its rows are this rank's. Collective.
+def _rows(model: nn.Module, optimizer: Optimizer | None, comm: Ranks) -> dict[str, list[int]]:
+    """For each of `_tables`, how many of its rows each rank has. Collective.
 
     Ranks own contiguous ranges of the same order of nodes. So their rows, one rank after the other, are the same table
     for any number of ranks.
     """
-    counts = {name: len(parameter) for name, parameter in _tables(model, optimizer).items()}
-    every = comm.all_gather_object(counts, "checkpoint rows")
-    spans = {}
-    for name, count in counts.items():
-        rows = [other.get(name, 0) for other in every]
-        start = sum(rows[: comm.rank])
-        spans[name] = Span(start, start + count, sum(rows))
-    return spans
+    own = {name: len(parameter) for name, parameter in _tables(model, optimizer).items()}
+    every = comm.all_gather_object(own, "checkpoint rows")
+    return {name: [counts.get(name, 0) for counts in every] for name in own}
 
 
 def _passed_on(
-    manifest: dict[str, Any], read: dict[str, Tensor], comm: Ranks, spans: dict[str, Span]
+    manifest: dict[str, Any], read: dict[str, Tensor], comm: Ranks, rows: dict[str, list[int]]
 ) -> dict[str, Tensor]:
     """The tensors that rank 0 has read; of tables, the rows of this rank. Collective."""
     tensors: dict[str, Tensor] = {}
@@ -184,28 +165,29 @@ def _passed_on(
         tensor = read[name] if comm.rank == 0 else torch.empty(shape, dtype=getattr(torch, dtype))
         broadcast_tensors([tensor], comm, "load_checkpoint")
         if name in manifest["local"] and not name.startswith("random/"):
-            span = _of_name(name, spans)
-            if span is None:
+            counts = _of_name(name, rows)
+            if counts is None:
                 continue  # of an optimizer that is not loaded
-            tensor = tensor[span.start : span.stop].clone()
+            start = sum(counts[: comm.rank])
+            tensor = tensor[start : start + counts[comm.rank]].clone()
         tensors[name] = tensor
     return tensors
 
 
-def _continue_random(manifest: dict[str, Any], tensors: dict[str, Tensor], comm: Ranks) -> bool:
-    """Restore this rank's random state, or derive one on another number of ranks. Whether it was restored."""
+def _continue_random(manifest: dict[str, Any], tensors: dict[str, Tensor], comm: Ranks) -> str:
+    """Restore this rank's random state, or derive one on another number of ranks; "restored" or "derived"."""
     names = [name for name in manifest["local"] if name.startswith("random/")]
-    same = bool(manifest["ranks"] == comm.size)
+    same = manifest["ranks"] == comm.size
     try:
         states = {name.removeprefix("random/"): tensors[name].view(manifest["ranks"], -1) for name in names}
         with comm.random_lock():
             if same:
                 set_random_state({kind: rows[comm.rank].clone() for kind, rows in states.items()})
             else:
-                torch.manual_seed(derive_seed(digest(states["cpu"][0]), comm.size, comm.rank))
+                torch.manual_seed(derive_seed(tensor_digest(states["cpu"][0]), comm.size, comm.rank))
     except (RuntimeError, TypeError, KeyError) as error:
         raise CheckpointError(f"the random state could not be restored: {error}") from error
-    return same
+    return "restored" if same else "derived"
 
 
 def _agreed(comm: Ranks, work: Callable[[], _T]) -> _T:
@@ -239,13 +221,9 @@ def _fingerprints(graph: Any) -> tuple[str | None, str | None]:
 
 
 def _validate(
-    path: Path,
-    manifest: dict[str, Any],
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    graph: Any,
-    spans: dict[str, Span],
-) -> None:
+    path: Path, comm: Ranks, manifest: dict[str, Any], model: nn.Module, optimizer: Optimizer | None, graph: Any,
+    rows: dict[str, list[int]],
+) -> None:  # fmt: skip
     """Raise CheckpointError if the checkpoint does not fit what it is loaded into."""
     what = f"the checkpoint {str(path)!r}"
     for kind, found in zip(("graph", "partition"), _fingerprints(graph)):
@@ -267,9 +245,9 @@ def _validate(
         saved[name] = "no tensor"
         if isinstance(tree, dict) and "tensor" in tree:
             dtype, shape = manifest["tensors"][tree["tensor"]]
-            span = _of_name(tree["tensor"], spans) if tree["tensor"] in local else None
-            if span is not None and span.total == shape[0]:
-                shape = [span.stop - span.start, *shape[1:]]  # the rows of this rank
+            counts = _of_name(tree["tensor"], rows) if tree["tensor"] in local else None
+            if counts is not None and sum(counts) == shape[0]:
+                shape = [counts[comm.rank], *shape[1:]]
             saved[name] = f"{dtype} {shape}"
     for name in [*own, *saved]:
         if own.get(name) != saved.get(name):

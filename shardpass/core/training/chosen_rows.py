@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardpass.core.ranks import Known, Ranks
-from shardpass.core.training.masked_rows import (
-    check_mask,
-    check_targets,
-    class_weights,
-    ignored,
-    row_numbers,
-    without_ignored,
-)
+from shardpass.core.training.masked_rows import check_mask, row_numbers
+
+_SHOWN = 8
 
 
 class ChosenRows(NamedTuple):
@@ -23,64 +19,88 @@ class ChosenRows(NamedTuple):
 
     Args:
         numbers: of the rows, ``[rows]``; `None` for all.
-        denominator: what the sum of the losses is divided by for the mean.
-        identity: what ranks must agree on, besides the kind of rows.
-        checksum: `row_numbers` of the mask.
-        problem: what is wrong with the mask or the class ids.
+        denominator: what the sum of the losses is divided by for the mean; without weights, the number of rows.
+        kind: what ranks must agree on, besides the kind of rows.
+        row_numbers: `row_numbers` of the mask.
     """
 
     numbers: Tensor | None
     denominator: float
-    identity: str
-    checksum: float
-    problem: str | None
+    kind: str
+    row_numbers: float
 
     def of(self, rows: Tensor) -> Tensor:
         """Those of `rows` that count."""
         return rows if self.numbers is None else rows.index_select(0, self.numbers)
 
 
-def chosen_rows(
-    name: str, logits: Tensor, y: Tensor, mask: Tensor | None, weight: Tensor | None, ignore_index: int, comm: Ranks
-) -> ChosenRows:
-    """What counts of `logits`, whose shape has been checked. Reads labels and mask only if they have changed.
+class _KnownRows(Known[ChosenRows]):
+    pass
 
-    Args:
-        name: of the loss.
-        y, mask, weight, ignore_index: as of `cross_entropy`.
-    """
+
+def known_rows(
+    logits: Tensor, y: Tensor, mask: Tensor | None, weight: Tensor | None, ignore_index: int, comm: Ranks
+) -> ChosenRows:
+    """The `chosen_rows` of these arguments. Reads labels and mask only if they have changed."""
     tensors = [given for given in (y, mask, weight) if isinstance(given, Tensor)]
-    key = name, logits.shape, logits.dtype, logits.device, ignore_index, mask is None, weight is None
+    key = logits.shape, logits.dtype, logits.device, ignore_index, mask is None, weight is None
     is_kept = not y.is_floating_point() and not any(given.requires_grad for given in tensors)
     known = comm.caches.of(_KnownRows)
     found = known.find(key, tensors) if is_kept else None
     if found is None:
-        found = _chosen(name, logits, y, mask, weight, ignore_index)
+        found = chosen_rows(logits, y, mask, weight, ignore_index)
         if is_kept:
             known.keep(key, tensors, found)
     return found
 
 
-class _KnownRows(Known[ChosenRows]):
-    pass
-
-
-def _chosen(
-    name: str, logits: Tensor, y: Tensor, mask: Tensor | None, weight: Tensor | None, ignore_index: int
+def chosen_rows(
+    logits: Tensor, y: Tensor, mask: Tensor | None, weight: Tensor | None = None, ignore_index: int | None = None
 ) -> ChosenRows:
-    checksum, kind = row_numbers(mask, y), ignored(ignore_index)
-    if (problem := check_mask(name, mask, logits.size(0))) is not None:
-        return ChosenRows(None, 0.0, kind, checksum, problem)
-    all_rows = torch.arange(logits.size(0), device=logits.device)
-    numbers = all_rows if mask is None else mask.to(logits.device)
+    """What counts of `logits`, which have passed `check_logits` with `y`.
+
+    Args:
+        y, mask, weight, ignore_index: as of `cross_entropy`; no class is ignored for `None`.
+
+    Raises:
+        ValueError: the mask is something else, or a class id that counts is out of range.
+    """
+    check_mask(mask, logits.size(0))
+    numbers = torch.arange(logits.size(0), device=logits.device) if mask is None else mask.to(logits.device)
     numbers = numbers.nonzero().view(-1) if numbers.dtype == torch.bool else numbers.long()
-    numbers, targets = without_ignored(numbers, y.to(logits.device).index_select(0, numbers), ignore_index)
-    if (problem := check_targets(targets, logits.size(1), name)) is not None:
-        return ChosenRows(None, 0.0, kind, checksum, problem)
+    targets = y.to(logits.device).index_select(0, numbers)
+    is_class = not targets.is_floating_point()
+    if is_class and ignore_index is not None:
+        kept = targets.long() != ignore_index
+        if not bool(kept.all()):
+            numbers, targets = numbers[kept], targets[kept]
+    if is_class:
+        _check_classes(targets.long(), logits.size(1))
     denominator = float(len(targets))
-    if weight is not None and not targets.is_floating_point():
+    if is_class and weight is not None:
         of_classes = weight.to(logits.device, torch.promote_types(logits.dtype, torch.float32))
         denominator = float(of_classes[targets.long()].sum(dtype=torch.float64))
-    kind += "" if weight is None else class_weights(weight)
-    is_all = mask is None and len(numbers) == len(all_rows)
-    return ChosenRows(None if is_all else numbers, denominator, kind, checksum, None)
+    kind = "" if ignore_index in (None, -100) else f" without class {ignore_index}"
+    kind += "" if weight is None else _class_weights(weight)
+    is_all = mask is None and len(numbers) == logits.size(0)
+    return ChosenRows(None if is_all else numbers, denominator, kind, row_numbers(mask, y))
+
+
+def _check_classes(targets: Tensor, num_classes: int) -> None:
+    low, high = (int(targets.min()), int(targets.max())) if len(targets) else (0, 0)
+    if low >= 0 and high < num_classes:
+        return
+    for number in (-1, -100):  # torch's own losses skip the second
+        if unlabelled := int((targets == number).sum()):
+            raise ValueError(
+                f"{unlabelled} of {len(targets)} masked nodes have no label (y = {number}); "
+                f"leave them out of the mask: mask & (y >= 0)"
+            )
+    raise ValueError(f"class ids must be in [0, {num_classes}), found {low if low < 0 else high}")
+
+
+def _class_weights(weight: Tensor) -> str:
+    """What of class weights must agree between ranks: weights of a rank's own labels do not."""
+    values = weight.detach().double().tolist()
+    shown = ", ".join(f"{value:.6g}" for value in values[:_SHOWN]) + (", ..." if len(values) > _SHOWN else "")
+    return f" with the class weights [{shown}] (checksum {zlib.crc32(repr(values).encode()):08x})"

@@ -25,6 +25,7 @@ from shardpass.core.ranks import (
     SummedModels,
     agree,
     begin_call,
+    is_local,
     is_parameter,
     refuse_double_backward,
     refuse_shared_model,
@@ -34,11 +35,12 @@ from shardpass.core.ranks import (
     warn_of_unwrapped,
 )
 from shardpass.core.training.buckets import BUCKET_BYTES, broadcast_tensors, summed_tensors
-from shardpass.core.training.same_model import alike, first_difference, is_local, refuse_unlike
+from shardpass.core.training.same_model import alike, first_difference, refuse_unlike
 from shardpass.errors import RefusedError, ShardpassError
 
 _KEPT = 8  # lists of copies of a model, for itself and for parts of it that are called by themselves
 _ABSENT, _PRESENT, _SPARSE, _SUMMED, _INFINITE = range(5)
+_IN_BACKWARD = "shardpass_summed"  # of a parameter, see `is_summed_before`
 _SUM = "shardpass_sum"  # of a gradient that sync_gradients has summed: its version then
 _PROBLEMS = {
     _SPARSE: "is sparse: build the layer with sparse=False, or let ranks own its rows (NodeEmbedding)",
@@ -90,14 +92,14 @@ class GradientSums:
         self._held: Any = torch_private.WeakTensorKeyDictionary()
         comm.caches.of(SummedModels).models.add(model)
         for _, _, parameter in _places(model):
-            _note_summed(parameter)
+            setattr(parameter, _IN_BACKWARD, True)
 
     def leave(self, model: nn.Module) -> None:
         """Leave gradients to `sync_gradients`, since `model` shares its parameters with one that is not wrapped."""
         self.is_left = True
         self.comm.caches.of(SummedModels).models.discard(model)
         for _, _, parameter in _places(model):
-            del parameter.shardpass_summed  # type: ignore[attr-defined]
+            delattr(parameter, _IN_BACKWARD)
 
     @contextmanager
     def within(self, model: nn.Module) -> Iterator[None]:
@@ -125,7 +127,7 @@ class GradientSums:
         label = f"gradients of {len(parameters)} parameters #{number}"
         token, *found = _Sum.apply(torch.zeros_like(start, requires_grad=True), self, label, *parameters)
         for parameter in parameters:
-            _note_summed(parameter)
+            setattr(parameter, _IN_BACKWARD, True)
         made = ParameterCopies(places, dict(zip(parameters, found)))
         self._copies = [*self._copies[1 - _KEPT :], (known, token, made)]
         return token, made
@@ -133,9 +135,8 @@ class GradientSums:
     def summed(self, parameters: list[Tensor], parts: tuple[Tensor | None, ...], label: str) -> list[Tensor | None]:
         """What backward is to hand on for the `parts` that it has found on this rank. Collective, unless it waits."""
         if self.waits:
-            return [self._hold(parameter, part) for parameter, part in zip(parameters, parts)]
-        found = [self._with_held(parameter, part) for parameter, part in zip(parameters, parts)]
-        return summed_gradients(parameters, found, self.comm, label)
+            return [*map(self._hold, parameters, parts)]
+        return summed_gradients(parameters, [*map(self._with_held, parameters, parts)], self.comm, label)
 
     def _hold(self, parameter: Tensor, part: Tensor | None) -> Tensor | None:
         if part is None or is_local(parameter):
@@ -187,14 +188,9 @@ def _places(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
     for module in model.modules():
         held: dict[str, Any] = torch_private.parameters_of(module)  # type: ignore[assignment]
         for name, value in [*held.items()]:
-            if value is None or not value.requires_grad:
-                continue
-            if value.is_leaf or not is_parameter(value):  # and not a copy that an outer call has put there
+            # and not a copy that an outer call has put there
+            if value is not None and value.requires_grad and (value.is_leaf or not is_parameter(value)):
                 yield held, name, value
-
-
-def _note_summed(parameter: Tensor) -> None:
-    parameter.shardpass_summed = True  # type: ignore[attr-defined]
 
 
 class _Sum(torch.autograd.Function):
@@ -238,7 +234,9 @@ def sync_gradients(
     """
     require_ranks(comm, "sync_gradients(model, comm)")
     require_model(model, "sync_gradients(model, comm)")
-    _refuse_ddp_within(model)
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            raise _averages(f"submodule {name!r}" if name else "the model")
     comm.run_at_once()
     wrapped = [(module, getattr(module, "_shardpass_wrapped", None)) for module in model.modules()]
     sums = [module for module, found in wrapped if isinstance(found, GradientSums) and not found.is_left]
@@ -273,14 +271,15 @@ def summed_gradients(
         names: pairs of a name and a parameter, for errors.
 
     Raises:
-        ShardpassError: on every rank, if a part is sparse.
+        ShardpassError: on every rank, if a part is sparse, or was summed already.
     """
     every = agree(comm, label, [_state_of(parameter, part) for parameter, part in zip(parameters, parts)])
     named = {parameter: repr(name) for name, parameter in names}
     for rank, row in enumerate(every):
         for parameter, state in zip(parameters, row):
             if state in _PROBLEMS:
-                raise ShardpassError(f"the gradient of {_called(parameter, named)} on rank {rank} {_PROBLEMS[state]}")
+                name = named.get(parameter, f"of shape {[*parameter.shape]}")
+                raise ShardpassError(f"the gradient of parameter {name} on rank {rank} {_PROBLEMS[state]}")
     if comm.size == 1:
         return parts
     wanted = [any(states) and not is_local(parameter) for parameter, states in zip(parameters, zip(*every))]
@@ -293,10 +292,6 @@ def summed_gradients(
     if any(_INFINITE in row for row in every):  # what scales losses skips the step then, and it must on every rank
         next(gradient for gradient in found if gradient is not None and gradient.numel()).view(-1)[0] = float("inf")
     return found
-
-
-def _called(parameter: Tensor, named: dict[Tensor, str]) -> str:
-    return f"parameter {named.get(parameter, f'of shape {[*parameter.shape]}')}"
 
 
 def _skip_together(model: nn.Module, comm: Ranks) -> None:
@@ -312,9 +307,8 @@ def _skip_together(model: nn.Module, comm: Ranks) -> None:
 def clip_grad_norm(model: nn.Module, max_norm: float, comm: Ranks) -> Tensor:
     """The 2-norm of all gradients, 0-dim float64; gradients are then scaled to at most `max_norm`. Collective.
 
-    Gradients of rows owned by ranks (`NodeEmbedding`) are those of all ranks, and every
-    rank scales by the same factor, while `torch.nn.utils.clip_grad_norm_` would see each rank's own rows. Without such
-    rows the two do the same.
+    Gradients of rows owned by ranks (`NodeEmbedding`) are those of all ranks, and every rank scales by the same factor,
+    while `torch.nn.utils.clip_grad_norm_` would see each rank's own rows. Without such rows the two do the same.
 
     Args:
         model: the same architecture on every rank.
@@ -322,14 +316,11 @@ def clip_grad_norm(model: nn.Module, max_norm: float, comm: Ranks) -> Tensor:
         comm: the ranks.
     """
     require_model(model, "clip_grad_norm(model, max_norm, comm)")
-    rows, shared = torch.zeros(2, dtype=torch.float64, device=comm.device).unbind()  # squares of them, own and common
+    shared, rows = squares = torch.zeros(2, dtype=torch.float64, device=comm.device)
     found = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     for parameter, gradient in found:
-        square = torch.linalg.vector_norm(gradient.detach().double()).square().to(comm.device)
-        if is_local(parameter):
-            rows += square
-        else:
-            shared += square
+        square = torch.linalg.vector_norm(gradient.detach().double()).square()
+        squares[int(is_local(parameter))] += square.to(comm.device)
     norm = (shared + comm.all_reduce(rows, "sum", "clip_grad_norm")).sqrt()
     factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))  # as torch does
     for _, gradient in found:
@@ -337,39 +328,14 @@ def clip_grad_norm(model: nn.Module, max_norm: float, comm: Ranks) -> Tensor:
     return norm
 
 
-def refuse_as_built(model: nn.Module) -> None:
-    """Raise if `model` cannot be wrapped as it is built.
-
-    Raises:
-        RefusedError: it averages gradients over ranks, or a parameter has no shape yet.
-    """
-    if isinstance(model, (DistributedDataParallel, nn.DataParallel)):
-        raise RefusedError(
-            f"{type(model).__name__} averages gradients, but those of a sharded graph must be summed: wrap the "
-            f"model inside it, whose backward sums them"
-        )
-    for name, parameter in model.named_parameters():
-        if nn.parameter.is_lazy(parameter):
-            raise RefusedError(
-                f"parameter {name!r} has no shape yet (a lazy layer, in_channels=-1). Give the number of input "
-                f"channels, or run the model once on a few nodes before wrap"
-            )
-
-
 def refuse_inside_ddp() -> None:
     """Refuse to run inside the forward of DistributedDataParallel."""
     if torch_private.is_inside_ddp():
-        raise RefusedError(_ddp_sentence("the wrapped model"))
+        raise _averages("the wrapped model")
 
 
-def _refuse_ddp_within(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, DistributedDataParallel):
-            raise RefusedError(_ddp_sentence(f"submodule {name!r}" if name else "the model"))
-
-
-def _ddp_sentence(where: str) -> str:
-    return (
+def _averages(where: str) -> RefusedError:
+    return RefusedError(
         f"DistributedDataParallel around {where} is refused: it averages gradients over ranks, while the gradients of "
         f"a sharded graph are parts of one sum. Remove it: backward of a wrapped model sums them"
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,59 +14,96 @@ from shardpass.core.ranks import Ranks, describe, dtype_name
 from shardpass.errors import DivergenceError
 
 _FEW = 8
+_WIDTH = 6  # so many numbers travel, whatever the loss or metric, so that ranks that differ hear of it
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class OwnPart(Generic[_T]):
+    """What a rank gives to a loss or metric.
+
+    Args:
+        numbers: at most three that are summed over ranks. The first is how many rows or entries count.
+        found: what else was found on this rank.
+        kind: what ranks must agree on, besides the kind of rows. It travels as a checksum.
+        row_numbers: `row_numbers` of the mask, if they are known.
+    """
+
+    numbers: list[float | Tensor]
+    found: _T
+    kind: str = ""
+    row_numbers: float | None = None
 
 
 def sums_over_ranks(
-    name: str, values: list[float], problem: str | None, comm: Ranks, identity: str, chosen: float = 0.0
-) -> list[float]:
-    """The sums of `values` over ranks. The first problem of any rank is raised on all of them. Collective.
+    name: str, rows: Any, mask: Any, comm: Ranks, own: Callable[[], OwnPart[_T]]
+) -> tuple[list[float | Tensor], _T]:
+    """The sums over ranks of the numbers that `own` gives, and what it has found. Collective (once).
+
+    One rank alone is given back its numbers, and waits for no device that has them.
 
     Args:
-        identity: what must agree between ranks (`kind_of_rows`, `ignored`, `class_weights`). It travels as a checksum.
-        chosen: `row_numbers` of the mask.
+        rows: their dtype and trailing dimensions must agree between ranks, and so must whether there is a mask.
+        own: computes the part of this rank, or raises ValueError.
+
+    Raises:
+        ValueError: on every rank, if `own` raises it on one, no rank has anything that counts, or all ranks pass the
+            same row numbers: then they are meant as ids of the whole graph.
+        DivergenceError: what must agree does not.
     """
-    if comm.size == 1 and problem is None:
-        return values
-    state = [float(problem is not None), float(zlib.crc32(identity.encode())), chosen]
-    row = torch.tensor([[*state, *values]], dtype=torch.float64, device=comm.device)
-    rows = torch.cat(comm.all_gather(row, name)).cpu()
-    if bool(rows[:, 0].any()):
+    part, problem = None, None
+    try:
+        part = own()
+    except ValueError as error:
+        problem = f"{name}: {error}"
+    if part is not None and comm.size == 1:
+        sums = part.numbers
+    else:
+        identity, state = "", [1.0]
+        if part is not None:
+            identity = _kind_of_rows(rows, mask) + part.kind
+            chosen = row_numbers(mask, rows) if part.row_numbers is None else part.row_numbers
+            numbers = [float(number.detach() if isinstance(number, Tensor) else number) for number in part.numbers]
+            state = [0.0, float(zlib.crc32(identity.encode())), chosen, *numbers]
+        state += [0.0] * (_WIDTH - len(state))
+        every = torch.cat(comm.all_gather(torch.tensor([state], dtype=torch.float64, device=comm.device), name)).cpu()
+        _check_alike(name, every, problem, identity, comm)
+        assert part is not None  # as no rank has a problem
+        sums = every[:, 3 : 3 + len(part.numbers)].sum(0).tolist()
+    if sums[0] == 0:
+        raise ValueError(
+            f"{name}: the mask selects no node on any rank, or none with a label, so there is nothing to average"
+        )
+    return sums, part.found
+
+
+def _check_alike(name: str, every: Tensor, problem: str | None, identity: str, comm: Ranks) -> None:
+    """Raise unless no rank has a problem, identities have one checksum, and row numbers have others."""
+    if bool(every[:, 0].any()):
         problems = comm.all_gather_object(problem, f"{name} problems")
         raise ValueError(next(f"{text} (found on rank {rank})" for rank, text in enumerate(problems) if text))
-    if bool((rows[:, 1] != rows[0, 1]).any()):
-        found = comm.all_gather_object(identity, f"{name} identities")
-        other = next(rank for rank, text in enumerate(found) if text != found[0])
+    if bool((every[:, 1] != every[0, 1]).any()):
+        kinds = comm.all_gather_object(identity, f"{name} identities")
+        other = next(rank for rank, text in enumerate(kinds) if text != kinds[0])
         raise DivergenceError(
-            f"{name}: ranks pass different kinds of rows: {found[0]} on rank 0, {found[other]} on rank {other}; "
+            f"{name}: ranks pass different kinds of rows: {kinds[0]} on rank 0, {kinds[other]} on rank {other}; "
             f"dtype, trailing dimensions, whether there is a mask, ignored class and weights of classes must be the "
             f"same on every rank"
         )
-    _refuse_same_rows(name, rows[:, 2])
-    sums: list[float] = rows[:, 3:].sum(0).tolist()
-    return sums
-
-
-def row_numbers(mask: Any, rows: Any) -> float:
-    """A checksum of a mask of row numbers; 0 of any other, and of so few or of all rows that ranks may well agree."""
-    if (
-        not isinstance(mask, Tensor)
-        or not isinstance(rows, Tensor)
-        or mask.dtype == torch.bool
-        or 0 in (mask.dim(), rows.dim())
-    ):
-        return 0.0
-    if not _FEW <= len(mask) < len(rows):
-        return 0.0
-    return float(zlib.crc32(mask.detach().cpu().long().contiguous().numpy().tobytes()))
-
-
-def _refuse_same_rows(name: str, found: Tensor) -> None:
-    """Refuse the `row_numbers` of all ranks if they are the same: then they are meant as ids of the whole graph."""
-    if len(found) > 1 and found[0] and bool((found == found[0]).all()):
+    if every[0, 2] and bool((every[:, 2] == every[0, 2]).all()):
         raise ValueError(
             f"{name}: mask holds the same row numbers on every rank, like ids of the whole graph, but they count the "
             f"rows of each rank: give the nodes a mask of bools before the graph is partitioned"
         )
+
+
+def row_numbers(mask: Any, rows: Any) -> float:
+    """A checksum of a mask of row numbers; 0 of any other, and of so few or of all rows that ranks may well agree."""
+    if not isinstance(mask, Tensor) or not isinstance(rows, Tensor) or mask.dtype == torch.bool:
+        return 0.0
+    if 0 in (mask.dim(), rows.dim()) or not _FEW <= len(mask) < len(rows):
+        return 0.0
+    return float(zlib.crc32(mask.detach().cpu().long().contiguous().numpy().tobytes()))
 
 
 def select(rows: Tensor, mask: Tensor | None, device: torch.device | None = None) -> Tensor:
@@ -75,23 +114,23 @@ def select(rows: Tensor, mask: Tensor | None, device: torch.device | None = None
     return rows if device is None else rows.to(device)
 
 
-def check_mask(name: str, mask: Tensor | None, num_own: int, entries: torch.Size | None = None) -> str | None:
-    """What is wrong with a mask. With `entries`, the shape of the rows, it may also be a bool for each entry."""
+def check_mask(mask: Tensor | None, num_own: int, entries: torch.Size | None = None) -> None:
+    """Raise ValueError for a mask of something else. With `entries`, the shape of rows, it may be a bool for each."""
     if mask is None or (entries is not None and is_of_entries(mask, entries)):
-        return None
+        return
     if not isinstance(mask, Tensor) or mask.dim() != 1 or mask.is_floating_point() or mask.is_complex():
         each = f", or bool {list(entries)}" if entries and len(entries) > 1 else ""
-        return f"{name}: mask must be a bool tensor [{num_own}] or own row numbers{each}, found {describe(mask)}"
+        raise ValueError(f"mask must be a bool tensor [{num_own}] or own row numbers{each}, found {describe(mask)}")
     if mask.dtype == torch.bool:
-        if len(mask) == num_own:
-            return None
-        return f"{name}: the bool mask must have one entry per own node, {num_own}, found {len(mask)}"
+        if len(mask) != num_own:
+            raise ValueError(f"the bool mask must have one entry per own node, {num_own}, found {len(mask)}")
+        return
     looks_so = len(mask) == num_own > 2 and bool((mask.long() >> 1 == 0).all())
     if mask.dtype == torch.uint8 or looks_so:  # DGL writes booleans to files as uint8
-        return f"{name}: mask is {describe(mask)}, which reads as row numbers but looks like a mask: use mask.bool()"
-    if len(mask) and not (int(mask.min()) >= 0 and int(mask.max()) < num_own):
-        return f"{name}: row numbers in mask must be in [0, {num_own}), found {int(mask.min())} to {int(mask.max())}"
-    return None
+        raise ValueError(f"mask is {describe(mask)}, which reads as row numbers but looks like a mask: use mask.bool()")
+    low, high = (int(mask.min()), int(mask.max())) if len(mask) else (0, -1)
+    if low < 0 or high >= num_own:
+        raise ValueError(f"row numbers in mask must be in [0, {num_own}), found {low} to {high}")
 
 
 def is_of_entries(mask: Any, shape: torch.Size) -> bool:
@@ -99,26 +138,12 @@ def is_of_entries(mask: Any, shape: torch.Size) -> bool:
     return isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() > 1 and mask.shape == shape
 
 
-def labelled(y: Tensor, mask: Tensor | None) -> Tensor:
-    """A bool for each entry of `y`: whether it is not NaN and, if `mask` is of entries, the mask has it."""
-    found = ~y.isnan()
-    return found & mask.to(y.device) if is_of_entries(mask, y.shape) and mask is not None else found
-
-
-def without_ignored(rows: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """The rows whose class id is another, and their class ids; all rows where targets are probabilities."""
-    if targets.is_floating_point():
-        return rows, targets
-    kept = targets.long() != ignore_index
-    return (rows, targets) if bool(kept.all()) else (rows[kept], targets[kept])
-
-
-def check_logits(name: str, logits: Tensor, y: Tensor, mask: Tensor | None) -> str | None:
-    """What is wrong with logits, targets and a mask, but for the values of the targets."""
+def check_logits(logits: Tensor, y: Tensor) -> None:
+    """Raise ValueError for logits and targets that do not fit, whatever the values of the targets."""
     if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.is_floating_point():
-        return f"{name}: logits must be floating point [num_own, num_classes], found {describe(logits)}"
+        raise ValueError(f"logits must be floating point [num_own, num_classes], found {describe(logits)}")
     if not isinstance(y, Tensor) or y.is_complex() or y.dtype == torch.bool:
-        return f"{name}: y must hold class ids or class probabilities, found {describe(y)}"
+        raise ValueError(f"y must hold class ids or class probabilities, found {describe(y)}")
     expected = list(logits.shape) if y.is_floating_point() else [logits.shape[0]]
     if list(y.shape) != expected:
         remedy = "; pass all own nodes, not only the masked ones" if y.shape[:1] != logits.shape[:1] else ""
@@ -127,47 +152,11 @@ def check_logits(name: str, logits: Tensor, y: Tensor, mask: Tensor | None) -> s
         if y.is_floating_point() and list(y.shape) == [logits.shape[0]]:
             remedy = "; for class ids use y.long()"
         remedy = "; use y.squeeze(1)" if list(y.shape) == [logits.shape[0], 1] else remedy
-        return f"{name}: y must be {expected} for logits {list(logits.shape)}, found {describe(y)}{remedy}"
-    return check_mask(name, mask, logits.shape[0])
+        raise ValueError(f"y must be {expected} for logits {list(logits.shape)}, found {describe(y)}{remedy}")
 
 
-def check_targets(targets: Tensor, num_classes: int, name: str) -> str | None:
-    """What is wrong with the masked class ids."""
-    if targets.is_floating_point() or not len(targets):
-        return None
-    targets = targets.long()
-    low, high = int(targets.min()), int(targets.max())
-    if low >= 0 and high < num_classes:
-        return None
-    for number in (-1, -100):  # torch's own losses skip the second
-        if unlabelled := int((targets == number).sum()):
-            return (
-                f"{name}: {unlabelled} of {len(targets)} masked nodes have no label (y = {number}); "
-                f"leave them out of the mask: mask & (y >= 0)"
-            )
-    return f"{name}: class ids must be in [0, {num_classes}), found {low if low < 0 else high}"
-
-
-def no_nodes(name: str) -> str:
-    """The error of a mean over nothing."""
-    return f"{name}: the mask selects no node on any rank, or none with a label, so there is nothing to average"
-
-
-def kind_of_rows(values: Any, mask: Any) -> str:
-    """What of rows and their mask must agree between ranks; see `sums_over_ranks`."""
+def _kind_of_rows(values: Any, mask: Any) -> str:
     if not isinstance(values, Tensor):
         return ""
     each = ", ".join(map(str, ["num_own", *values.shape[1:]]))
     return f"{dtype_name(values.dtype)} [{each}]{' without a mask' if mask is None else ''}"
-
-
-def ignored(ignore_index: int) -> str:
-    """What of class ids that are ignored must agree between ranks, as `kind_of_rows`."""
-    return "" if ignore_index == -100 else f" without class {ignore_index}"
-
-
-def class_weights(weight: Tensor) -> str:
-    """What of class weights must agree between ranks, as `kind_of_rows`: weights of a rank's own labels do not."""
-    values = weight.detach().double().tolist()
-    shown = ", ".join(f"{value:.6g}" for value in values[:_FEW]) + (", ..." if len(values) > _FEW else "")
-    return f" with the class weights [{shown}] (checksum {zlib.crc32(repr(values).encode()):08x})"

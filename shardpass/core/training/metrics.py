@@ -8,24 +8,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shardpass.core.ranks import Ranks, describe, fail_together, unfollowed
+from shardpass.core.ranks import Ranks, describe, unfollowed
+from shardpass.core.training.chosen_rows import chosen_rows
 from shardpass.core.training.masked_rows import (
+    OwnPart,
     check_logits,
     check_mask,
-    check_targets,
-    ignored,
     is_of_entries,
-    kind_of_rows,
-    labelled,
-    no_nodes,
-    row_numbers,
     select,
     sums_over_ranks,
-    without_ignored,
 )
 
-_NO_LABEL = 2
-"""What stands among gathered zeros and ones for an entry that does not count."""
+_NO_LABEL = 2  # what stands among gathered zeros and ones for an entry that does not count
 
 
 @unfollowed(3)
@@ -34,22 +28,17 @@ def accuracy(logits: Tensor, y: Tensor, mask: Tensor | None, comm: Ranks, ignore
 
     Arguments and errors as in `cross_entropy`, with `y` class ids. Ignored nodes do not count.
     """
-    problem = check_logits("accuracy", logits, y, mask)
-    if problem is None and y.is_floating_point():
-        problem = f"accuracy: y must hold class ids, found {describe(y)}"
-    right, count = 0, 0
-    if problem is None:
-        rows, targets = select(logits.detach(), mask), select(y, mask, logits.device)
-        rows, targets = without_ignored(rows, targets, ignore_index)
-        problem = check_targets(targets, logits.shape[1], "accuracy")
-        count = len(targets)
-        if problem is None and count:
-            right = int((rows.argmax(1) == targets).sum())
-    kind = kind_of_rows(logits, mask) + ignored(ignore_index)
-    totals = sums_over_ranks("accuracy", [float(right), float(count)], problem, comm, kind, row_numbers(mask, y))
-    if totals[1] == 0:
-        raise ValueError(no_nodes("accuracy"))
-    return totals[0] / totals[1]
+
+    def own() -> OwnPart[None]:
+        check_logits(logits, y)
+        if y.is_floating_point():
+            raise ValueError(f"y must hold class ids, found {describe(y)}")
+        chosen = chosen_rows(logits, y, mask, None, ignore_index)
+        right = chosen.of(logits.detach()).argmax(1) == chosen.of(y.to(logits.device))
+        return OwnPart([chosen.denominator, right.sum()], None, chosen.kind, chosen.row_numbers)
+
+    (count, right), _ = sums_over_ranks("accuracy", logits, mask, comm, own)
+    return float(right) / float(count)
 
 
 @unfollowed(3)
@@ -74,12 +63,8 @@ def f1(
     Raises:
         ValueError: on every rank, if arguments are wrong on one, or no rank has a masked node.
     """
-    counts = fail_together(comm, "f1", lambda: _decisions(logits, y, mask, average), ValueError)
-    kind = f"{kind_of_rows(logits, mask)}, {average} over {y.dim()}-D labels"
-    sums_over_ranks("f1", [], None, comm, kind, row_numbers(mask, y))
-    right, wrong, missed, rows = comm.all_reduce(counts.to(comm.device), "sum", "f1").double().cpu()
-    if not rows.any():
-        raise ValueError(no_nodes("f1"))
+    _, counts = sums_over_ranks("f1", logits, mask, comm, lambda: _decisions(logits, y, mask, average))
+    right, wrong, missed = comm.all_reduce(counts.to(comm.device), "sum", "f1").double().cpu()
     if average == "micro":
         right, wrong, missed = (count.sum(0, keepdim=True) for count in (right, wrong, missed))
     named = right + wrong + missed > 0
@@ -100,18 +85,16 @@ def mae(prediction: Tensor, y: Tensor, mask: Tensor | None, comm: Ranks) -> floa
     Raises:
         ValueError: on every rank, if arguments are wrong on one, or no rank has a masked node.
     """
-    problem = _check_alike("mae", prediction, y, mask)
-    own, count = 0.0, 0
-    if problem is None:
+
+    def own() -> OwnPart[None]:
+        _check_shapes(prediction, y)
+        check_mask(mask, len(y), y.shape)
         right = select(y.detach(), mask, prediction.device).double()
         errors = (select(prediction.detach(), mask).double() - right).abs()[~right.isnan()]
-        own, count = float(errors.sum()), errors.numel()
-    total, number = sums_over_ranks(
-        "mae", [own, float(count)], problem, comm, kind_of_rows(prediction, mask), row_numbers(mask, y)
-    )
-    if number == 0:
-        raise ValueError(no_nodes("mae"))
-    return total / number
+        return OwnPart([float(errors.numel()), errors.sum()], None)
+
+    (count, total), _ = sums_over_ranks("mae", prediction, mask, comm, own)
+    return float(total) / float(count)
 
 
 @unfollowed(3)
@@ -146,54 +129,58 @@ def average_precision(scores: Tensor, y: Tensor, mask: Tensor | None, comm: Rank
     return _mean_over_tasks("average_precision", _precision, scores, y, mask, comm)
 
 
-def _decisions(logits: Tensor, y: Tensor, mask: Tensor | None, average: str) -> Tensor:
-    """How often each class was predicted rightly, wrongly, and missed, and the number of rows: ``[4, classes]``."""
+def _decisions(logits: Tensor, y: Tensor, mask: Tensor | None, average: str) -> OwnPart[Tensor]:
+    """How often each class was predicted rightly, wrongly, and missed, [3, classes]."""
     if average not in ("micro", "macro"):
-        raise ValueError(f"f1: average is 'micro' or 'macro', found {average!r}")
-    several = isinstance(y, Tensor) and y.dim() == 2
-    rows_mask = None if several and is_of_entries(mask, y.shape) else mask
-    problem = check_logits("f1", logits, y.to(logits.dtype) if several and isinstance(logits, Tensor) else y, rows_mask)
-    if problem is None and not several:
-        problem = check_targets(select(y, mask), logits.shape[1], "f1")
-    if problem is not None:
-        raise ValueError(problem)
-    rows, targets = select(logits.detach(), rows_mask), select(y, rows_mask, logits.device)
-    if several:
-        counted = labelled(targets, mask)
-        _check_binary("f1", targets[counted])
-        found, targets = rows > 0, targets.bool()
+        raise ValueError(f"average is 'micro' or 'macro', found {average!r}")
+    if isinstance(y, Tensor) and y.dim() == 2:
+        check_logits(logits, y.to(logits.dtype) if isinstance(logits, Tensor) else y)
+        rows, labels, counted = _labelled(logits, y, mask)
+        found, wanted = rows > 0, labels == 1
     else:
-        found, targets = (_one_hot(ids, rows.shape[1]) for ids in (rows.argmax(1), targets.long()))
+        check_logits(logits, y)
+        chosen = chosen_rows(logits, y, mask)
+        ids, labels = chosen.of(logits.detach()).argmax(1), chosen.of(y.to(logits.device))
+        found, wanted = (each[:, None] == torch.arange(logits.size(1), device=each.device) for each in (ids, labels))
         counted = torch.ones_like(found)
-    counts = [found & targets & counted, found & ~targets & counted, ~found & targets & counted, counted]
-    return torch.stack([count.sum(0) for count in counts])
+    kinds = [found & wanted & counted, found & ~wanted & counted, ~found & wanted & counted]
+    counts = torch.stack([kind.sum(0) for kind in kinds])
+    return OwnPart([counted.sum()], counts, f", {average} over {y.dim()}-D labels")
 
 
-def _one_hot(ids: Tensor, classes: int) -> Tensor:
-    return ids[:, None] == torch.arange(classes, device=ids.device)
+def _labelled(scores: Tensor, y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The masked rows of scores and labels, and a bool for each entry: whether it has a label and the mask has it.
+
+    Raises ValueError for a mask of something else, and for labels that are neither 0 nor 1.
+    """
+    check_mask(mask, len(y), y.shape)
+    rows_mask = None if is_of_entries(mask, y.shape) else mask
+    rows, labels = select(scores.detach(), rows_mask), select(y.detach(), rows_mask, scores.device)
+    counted = ~labels.isnan()
+    if mask is not rows_mask and mask is not None:
+        counted &= mask.to(counted.device)
+    odd = labels[counted & (labels != 0) & (labels != 1)]
+    if odd.numel():
+        raise ValueError(f"y must hold zeros and ones, found {odd[0].item()}")
+    return rows, labels, counted
 
 
 def _mean_over_tasks(
     name: str, measure: Callable[[Tensor, Tensor], float], scores: Tensor, y: Tensor, mask: Tensor | None, comm: Ranks
 ) -> float:
-    def chosen() -> tuple[Tensor, Tensor]:
-        problem = _check_alike(name, scores, y, mask)
-        if problem is not None or scores.dim() > 2 or not scores.is_floating_point():
-            raise ValueError(problem or f"{name}: scores must be floating point [n] or [n, tasks]: {describe(scores)}")
-        rows_mask = None if is_of_entries(mask, y.shape) else mask
-        own, targets = select(scores.detach(), rows_mask), select(y.detach(), rows_mask, scores.device)
-        counted = labelled(targets, mask)
-        if own[counted].isnan().any():
-            raise ValueError(f"{name}: {int(own[counted].isnan().sum())} of {own.numel()} scores are NaN")
-        _check_binary(name, targets[counted])
-        return own.contiguous(), targets.where(counted, _NO_LABEL).to(torch.uint8).contiguous()
+    def own() -> OwnPart[tuple[Tensor, Tensor]]:
+        _check_shapes(scores, y)
+        if scores.dim() > 2 or not scores.is_floating_point():
+            raise ValueError(f"scores must be floating point [n] or [n, tasks]: {describe(scores)}")
+        rows, labels, counted = _labelled(scores, y, mask)
+        if rows[counted].isnan().any():
+            raise ValueError(f"{int(rows[counted].isnan().sum())} of {rows.numel()} scores are NaN")
+        labels = labels.where(counted, _NO_LABEL).to(torch.uint8)
+        return OwnPart([counted.sum()], (rows.contiguous(), labels.contiguous()))
 
-    parts = fail_together(comm, name, chosen, ValueError)
-    sums_over_ranks(name, [], None, comm, kind_of_rows(scores, mask), row_numbers(mask, y))
+    _, parts = sums_over_ranks(name, scores, mask, comm, own)
     found, labels = (torch.cat(comm.all_gather(part, name)).cpu() for part in parts)
     counted = labels != _NO_LABEL
-    if not counted.any():
-        raise ValueError(no_nodes(name))
     needs_both, values = found.dim() == 2 and not bool(counted.all()), []
     for column, ones, kept in zip(*(entries.view(len(entries), -1).unbind(1) for entries in (found, labels, counted))):
         ones = ones[kept]
@@ -221,15 +208,8 @@ def _precision(ones: Tensor, zeros: Tensor) -> float:
     return float((precision * ones.flip(0)).sum() / ones.sum().clamp(min=1))
 
 
-def _check_alike(name: str, prediction: Any, y: Any, mask: Tensor | None) -> str | None:
+def _check_shapes(prediction: Any, y: Any) -> None:
     if not isinstance(prediction, Tensor) or not isinstance(y, Tensor) or prediction.dim() == 0:
-        return f"{name}: expected tensors with one row per own node, found {describe(prediction)}, {describe(y)}"
+        raise ValueError(f"expected tensors with one row per own node, found {describe(prediction)}, {describe(y)}")
     if prediction.shape != y.shape or prediction.is_complex() or y.is_complex():
-        return f"{name}: expected two tensors of one shape, found {describe(prediction)} and y {describe(y)}"
-    return check_mask(name, mask, len(prediction), prediction.shape)
-
-
-def _check_binary(name: str, y: Tensor) -> None:
-    odd = y[(y != 0) & (y != 1)]
-    if odd.numel():
-        raise ValueError(f"{name}: y must hold zeros and ones, found {odd.view(-1)[0].item()}")
+        raise ValueError(f"expected two tensors of one shape, found {describe(prediction)} and y {describe(y)}")

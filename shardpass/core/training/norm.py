@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from shardpass.core.following import user_line
 from shardpass.core.ranks import Ranks, begin_call, dtype_name, end_call, refuse_double_backward, torch_private
-from shardpass.core.training.moments import Moments, accumulator_of, global_moments, row_chunks
-from shardpass.core.training.row_norm import RowNorm
+from shardpass.core.training.moments import Moments, RowNorm, accumulator_of, global_moments, row_chunks, shift_of
 from shardpass.errors import RefusedError
 
 
@@ -195,10 +194,9 @@ class _Normalise(torch.autograd.Function):
         return _normalised(rows, weight, bias, mean, variance, eps), torch.zeros_like(token)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward("DistributedBatchNorm")
         token, rows, weight, mean, variance = ctx.saved_tensors
-        grad = grads[0]
         dtype = accumulator_of(rows)
         shift = mean.to(dtype)
         inverse = (variance + ctx.eps).rsqrt()
@@ -211,10 +209,12 @@ class _Normalise(torch.autograd.Function):
         total = ctx.comm.all_reduce(sums, "sum", f"{ctx.label} backward") / max(ctx.count, 1)
         grad_rows = None
         if ctx.needs_input_grad[1]:
+            grad_rows = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
             scale = inverse if weight is None else inverse * weight.double()
-            slope = -scale * inverse.square() * total[1]
-            constant = -scale * total[0] + slope * (shift.double() - mean)
-            grad_rows = _affine(grad, scale, rows, shift, slope, constant)
+            shift, slope, constant = shift_of(mean, -scale * inverse.square() * total[1], -scale * total[0], dtype)
+            for part in row_chunks(rows):
+                value = (rows[part] - shift).mul_(slope).add_(constant)
+                torch.addcmul(value, grad[part].to(dtype), scale.to(dtype), out=grad_rows[part])
         grad_weight = None if weight is None else (sums[1] * inverse).to(weight.dtype)
         grad_bias = None if ctx.bias_dtype is None else sums[0].to(ctx.bias_dtype)
         return torch.zeros_like(token), grad_rows, grad_weight, grad_bias, *[None] * 6
@@ -225,27 +225,11 @@ def _normalised(
 ) -> Tensor:
     """``(rows - mean) / sqrt(variance + eps) * weight + bias``, [num_own, channels], in the dtype of `rows`."""
     scale = (variance + eps).rsqrt()
-    if weight is not None:
-        scale = scale * weight.double()
-    dtype = accumulator_of(rows)
-    shift = mean.to(dtype)
-    offset = (shift.double() - mean) * scale  # what rounding the mean lost
-    if bias is not None:
-        offset = offset + bias.double()
-    scale, offset = scale.to(dtype), offset.to(dtype)
+    scale = scale if weight is None else scale * weight.double()
+    near, scale, constant = shift_of(mean, scale, bias, accumulator_of(rows))
     output = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
     for part in row_chunks(rows):
-        torch.addcmul(offset, rows[part] - shift, scale, out=output[part])
-    return output
-
-
-def _affine(grad: Tensor, scale: Tensor, rows: Tensor, shift: Tensor, slope: Tensor, constant: Tensor) -> Tensor:
-    """``scale * grad + slope * (rows - shift) + constant``, [num_own, channels], in chunks, in the dtype of `rows`."""
-    scale, slope, constant = (vector.to(shift.dtype) for vector in (scale, slope, constant))
-    output = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-    for part in row_chunks(rows):
-        value = (rows[part] - shift).mul_(slope).add_(constant)
-        torch.addcmul(value, grad[part].to(shift.dtype), scale, out=output[part])
+        torch.addcmul(constant, rows[part] - near, scale, out=output[part])
     return output
 
 
@@ -270,16 +254,13 @@ def replace_batch_norms(module: nn.Module, comm: Ranks) -> nn.Module:
     converted: dict[nn.Module, DistributedBatchNorm] = {}
     for path, child in list(module.named_modules(remove_duplicate=False)):
         if type(child) in BATCH_NORMS:
-            norm = converted.setdefault(child, _convert(child, comm))
+            if child not in converted:
+                converted[child] = norm = DistributedBatchNorm.__new__(DistributedBatchNorm)
+                norm.__dict__.update(child.__dict__)
+                norm.comm, norm.dims = comm, BATCH_NORMS[type(child)]
+            norm = converted[child]
             parent, _, name = path.rpartition(".")
             if not name:
                 return norm
             setattr(module.get_submodule(parent), name, norm)
     return module
-
-
-def _convert(norm: nn.Module, comm: Ranks) -> DistributedBatchNorm:
-    converted = DistributedBatchNorm.__new__(DistributedBatchNorm)
-    converted.__dict__.update(norm.__dict__)
-    converted.comm, converted.dims = comm, BATCH_NORMS[type(norm)]
-    return converted

@@ -8,6 +8,7 @@ value, so no gradient is counted twice. Forward is one collective; backward does
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from numbers import Integral
 from typing import Any
 
@@ -15,18 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardpass.core.ranks import Ranks, autograd_leaves, describe, unfollowed
-from shardpass.core.training.chosen_rows import chosen_rows
-from shardpass.core.training.masked_rows import (
-    check_logits,
-    check_mask,
-    ignored,
-    kind_of_rows,
-    no_nodes,
-    row_numbers,
-    select,
-    sums_over_ranks,
-)
+from shardpass.core.ranks import Ranks, autograd_leaves, describe, is_summed_before, unfollowed
+from shardpass.core.training.chosen_rows import known_rows
+from shardpass.core.training.masked_rows import OwnPart, check_logits, check_mask, select, sums_over_ranks
 from shardpass.errors import RefusedError
 
 
@@ -65,16 +57,16 @@ def cross_entropy(
             that is not ignored.
         DivergenceError: on every rank, if dtypes, numbers of classes, weights of classes or `ignore_index` differ.
     """
-    problem = check_logits("cross_entropy", logits, y, None) or _check_weight(weight, logits)
-    if problem is not None:
-        kind = kind_of_rows(logits, mask) + ignored(ignore_index)
-        return _global_mean("cross_entropy", None, 0.0, problem, comm, kind, row_numbers(mask, y))
-    chosen = chosen_rows("cross_entropy", logits, y, mask, weight, ignore_index, comm)
-    losses = None
-    if chosen.problem is None:
+
+    def own() -> _Losses:
+        check_logits(logits, y)
+        if weight is not None and not (isinstance(weight, Tensor) and weight.shape == logits.shape[1:]):
+            raise ValueError(f"weight must have one entry per class, [{logits.shape[1]}], found {describe(weight)}")
+        chosen = known_rows(logits, y, mask, weight, ignore_index, comm)
         losses = _row_losses(chosen.of(logits), chosen.of(y.to(logits.device)), weight, label_smoothing)
-    kind = kind_of_rows(logits, mask) + chosen.identity
-    return _global_mean("cross_entropy", losses, chosen.denominator, chosen.problem, comm, kind, chosen.checksum)
+        return _part(losses, chosen.denominator, chosen.kind, chosen.row_numbers)
+
+    return _over_ranks("cross_entropy", logits, mask, comm, own)
 
 
 @unfollowed(2, gives="whole")
@@ -93,10 +85,7 @@ def mean(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
         ValueError: on every rank, if shapes are wrong on one, no rank has a masked node, or a value that the mask
             leaves out is NaN, which would make its gradient NaN.
     """
-    chosen, problem = _rows_of("mean", values, mask)
-    return _global_mean(
-        "mean", chosen, float(chosen.numel()), problem, comm, kind_of_rows(values, mask), row_numbers(mask, values)
-    )
+    return _over_ranks("mean", values, mask, comm, lambda: _own_values("mean", values, mask, is_mean=True))
 
 
 @unfollowed(2, gives="total")
@@ -105,11 +94,7 @@ def sum(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
 
     Collective in forward (once). Arguments and errors as in `mean`, but nodes may be absent everywhere: the sum is 0.
     """
-    chosen, problem = _rows_of("sum", values, mask)
-    own = chosen.sum(dtype=torch.float64)
-    kind = kind_of_rows(values, mask)
-    totals = sums_over_ranks("sum", [float(own.detach())], problem, comm, kind, row_numbers(mask, values))
-    return _Share.apply(own, torch.full_like(own, totals[0]), 1.0, comm).to(chosen.dtype)
+    return _over_ranks("sum", values, mask, comm, lambda: _own_values("sum", values, mask, is_mean=False))
 
 
 @unfollowed(1, gives="replicated")
@@ -132,12 +117,7 @@ def replicated(term: Tensor, comm: Ranks) -> Tensor:
             "replicated: the term is made of parameters of a wrapped model, which count once anyway, and of something "
             "else that is summed over ranks. Call it on the part that has no parameters"
         )
-    return term if kinds == {True} else _Share.apply(term, term, comm.size, comm)
-
-
-def is_summed_before(leaf: Any) -> bool:
-    """Whether a leaf of autograd is a parameter of a wrapped model, whose gradients are summed before they reach it."""
-    return getattr(leaf, "shardpass_summed", False)
+    return term if kinds == {True} else _Share.apply(term, term, comm.size)
 
 
 @unfollowed(1, gives="sum")
@@ -169,55 +149,53 @@ class _Share(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, value: Tensor | None, denominator: float, comm: Ranks) -> Tensor:
-        ctx.denominator, ctx.comm = denominator, comm
+    def forward(ctx: Any, own: Tensor, value: Tensor | None, denominator: float) -> Tensor:
+        ctx.denominator = denominator
         return own / denominator if value is None else value.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0] / ctx.denominator, None, None, None
+        return grads[0] / ctx.denominator, None, None
 
 
-def _global_mean(
-    name: str, losses: Tensor | None, denominator: float, problem: str | None, comm: Ranks, identity: str, chosen: float
-) -> Tensor:
-    """The sum of `losses` over the sum of `denominator`, both over ranks, in float64. `None` with a `problem`."""
-    losses = torch.zeros(0) if losses is None else losses
-    own, count, value = losses.sum(dtype=torch.float64), float(losses.numel()), None
-    if comm.size > 1 or problem is not None:  # one rank alone needs no number on the host, and waits for no device
-        values = [float(own.detach()), denominator, count]
-        numerator, denominator, count = sums_over_ranks(name, values, problem, comm, identity, chosen)
-        value = torch.full_like(own, numerator / denominator) if denominator else None
-    if count == 0:
-        raise ValueError(no_nodes(name))
+_Losses = OwnPart[tuple[Tensor, torch.dtype]]
+"""Their sum in float64, which has a gradient, and their dtype. The numbers are its value and what divides it."""
+
+
+def _part(losses: Tensor, divisor: float | None, kind: str = "", row_numbers: float | None = None) -> _Losses:
+    share = losses.sum(dtype=torch.float64)
+    numbers: list[float | Tensor] = [1.0, share]  # a sum may be that of nothing
+    if divisor is not None:
+        numbers = [float(losses.numel()), share, divisor]
+    return OwnPart(numbers, (share, losses.dtype), kind, row_numbers)
+
+
+def _over_ranks(name: str, rows: Any, mask: Any, comm: Ranks, own: Callable[[], _Losses]) -> Tensor:
+    """The sum of all losses, over that of what divides them, if anything does."""
+    (_, value, *divisors), (share, dtype) = sums_over_ranks(name, rows, mask, comm, own)
+    denominator = float(divisors[0]) if divisors else 1.0
     if denominator == 0:
         raise ValueError(f"{name}: the weights of the masked nodes add up to 0 on all ranks together")
-    return _Share.apply(own, value, denominator, comm).to(losses.dtype)
+    found = None if comm.size == 1 else torch.full_like(share, float(value) / denominator)
+    return _Share.apply(share, found, denominator).to(dtype)
 
 
-def _rows_of(name: str, values: Tensor, mask: Tensor | None) -> tuple[Tensor, str | None]:
-    """The masked rows in a floating dtype, and what is wrong with the arguments."""
+def _own_values(name: str, values: Tensor, mask: Tensor | None, is_mean: bool) -> _Losses:
+    """The masked rows, in a floating dtype. Raises ValueError for arguments that are not as those of `mean`."""
     if not isinstance(values, Tensor) or values.dim() == 0:
-        return torch.zeros(0), (
-            f"{name}: values must have one row per own node, found {describe(values)}; compute the loss with "
+        raise ValueError(
+            f"values must have one row per own node, found {describe(values)}; compute the loss with "
             f'reduction="none", and pass a term that all ranks compute alike through replicated(term, comm)'
         )
     if values.is_complex():
-        return torch.zeros(0), f"{name}: expected real values, found {describe(values)}; take abs() or .real of them"
-    if not values.is_floating_point():
-        values = values.float()
-    problem = check_mask(name, mask, values.shape[0], values.shape)
-    if problem is None and mask is not None and mask.dtype == torch.bool and values.requires_grad:
+        raise ValueError(f"expected real values, found {describe(values)}; take abs() or .real of them")
+    check_mask(mask, values.shape[0], values.shape)
+    if mask is not None and mask.dtype == torch.bool and values.requires_grad:
         left_out = int(values.detach()[~mask.to(values.device)].isnan().sum())
         if left_out:
-            problem = (
-                f"{name}: {left_out} values that the mask leaves out are NaN, and so are their gradients, as 0 times "
+            raise ValueError(
+                f"{left_out} values that the mask leaves out are NaN, and so are their gradients, as 0 times "
                 f"NaN is: leave them out before the loss, {name}(loss(out[mask], y[mask]), None, comm)"
             )
-    return (values[:0] if problem else select(values, mask)), problem
-
-
-def _check_weight(weight: Tensor | None, logits: Tensor) -> str | None:
-    if weight is None or (isinstance(weight, Tensor) and weight.shape == logits.shape[1:]):
-        return None
-    return f"cross_entropy: weight must have one entry per class, [{logits.shape[1]}], found {describe(weight)}"
+    rows = select(values if values.is_floating_point() else values.float(), mask)
+    return _part(rows, float(rows.numel()) if is_mean else None)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardpass.core.ranks import Ranks, describe, digest, dtype_name
+from shardpass.core.ranks import Ranks, describe, digest, dtype_name, is_local
 from shardpass.errors import DivergenceError
 
 LIBRARIES = frozenset("builtins torch torch_geometric dgl lightning pytorch_lightning shardpass".split())
@@ -25,11 +25,6 @@ LIBRARIES = frozenset("builtins torch torch_geometric dgl lightning pytorch_ligh
 _UNLIKE = 1e-4  # of the norm of a parameter, as processors may round differently in every step
 _OPTION = (bool, float, complex, str, torch.dtype)
 _COUNTS_BATCHES = "num_batches_tracked"  # no numbers follow from it that are not compared
-
-
-def is_local(parameter: Tensor) -> bool:
-    """Whether it is rows of which each rank has its own."""
-    return getattr(parameter, "shardpass_local", False)
 
 
 def alike(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -72,8 +67,8 @@ def refuse_unlike(model: nn.Module, comm: Ranks, buffers: Collection[str] = ()) 
     if comm.size == 1:
         return
     label = "the same model on every rank"
-    shared = [(name, buffer) for name, buffer in model.named_buffers() if name in buffers]
-    named = [*alike(model), *((name, buffer) for name, buffer in shared if not name.endswith(_COUNTS_BATCHES))]
+    compared = {name for name in buffers if not name.endswith(_COUNTS_BATCHES)}
+    named = [*alike(model), *(found for found in model.named_buffers() if found[0] in compared)]
     words = digest("\n".join(_lines(model, named))) >> 10  # so many bits are exact in float64
     numbers = [_numbers(tensor).to(comm.device) for _, tensor in named]
     own = torch.stack([torch.tensor([words, 0, 0], dtype=torch.float64, device=comm.device), *numbers])

@@ -1,16 +1,36 @@
-"""Modules that a frontend refuses, because their results on a sharded graph would be wrong."""
+"""Models and modules that are refused, because their results on a sharded graph would be wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from shardpass.core.ranks import torch_private
 from shardpass.core.training import BATCH_NORMS, DistributedBatchNorm
 from shardpass.errors import RefusedError
 
 _NORMS_OF_OTHER_SHAPES = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+def refuse_as_built(model: nn.Module) -> None:
+    """Raise if `model` cannot be wrapped as it is built.
+
+    Raises:
+        RefusedError: it averages gradients over ranks, or a parameter has no shape yet.
+    """
+    if isinstance(model, (DistributedDataParallel, nn.DataParallel)):
+        raise RefusedError(
+            f"{type(model).__name__} averages gradients, but those of a sharded graph must be summed: wrap the "
+            f"model inside it, whose backward sums them"
+        )
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise RefusedError(
+                f"parameter {name!r} has no shape yet (a lazy layer, in_channels=-1). Give the number of input "
+                f"channels, or run the model once on a few nodes before wrap"
+            )
 
 
 def refuse_modules(model: nn.Module, reason_of: Callable[[nn.Module], str | None]) -> None:

@@ -14,20 +14,15 @@ from shardpass.core.following import FollowRows
 from shardpass.core.graphs import ShardedGraph
 from shardpass.core.memory import Checkpoint, check_choice
 from shardpass.core.ranks import Ranks, decorrelate, is_wrapped, refuse_shared_model, torch_private
-from shardpass.core.training import (
-    GradientSums,
-    follow,
-    refuse_as_built,
-    replace_batch_norms,
-    shared_copy,
-    sync_parameters,
-)
+from shardpass.core.training import GradientSums, replace_batch_norms, sync_parameters
 from shardpass.core.wrapping import (
     EmptyRows,
     FollowedCalls,
     OutermostCall,
     make_outermost,
+    refuse_as_built,
     runs_as_it_is,
+    shared_copy,
 )
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.closed import refused
@@ -87,10 +82,7 @@ def exact(model: nn.Module, comm: Ranks, check: bool = True) -> nn.Module:
     Raises:
         RefusedError: as in `wrap`, or the model is wrapped.
     """
-    copied = wrap(shared_copy(model), comm, check)
-    copied._shardpass_wrapped.leave(copied)  # type: ignore[union-attr,operator]
-    follow(copied, model, comm, _own_methods(copied))
-    return copied
+    return shared_copy(model, comm, partial(wrap, comm=comm, check=check), _own_methods)
 
 
 def _own_methods(model: nn.Module) -> list[str]:

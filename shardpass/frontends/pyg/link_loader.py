@@ -13,10 +13,9 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import NegativeSampling
 
 from shardpass.core.graphs import NodeIds, ShardedGraph, directory_of
-from shardpass.core.ranks import derive_seed, takes_followed
+from shardpass.core.ranks import derive_seed, takes_followed, tensor_digest
 from shardpass.core.sampling import SampledSource, Seeds, keys_of, uniforms
 from shardpass.core.sharding import EdgeType
-from shardpass.core.training import digest
 from shardpass.frontends.pyg.loader import BatchLoader
 from shardpass.frontends.pyg.loader_arguments import settings_of
 
@@ -175,7 +174,7 @@ def _links_of_ids(graph: ShardedGraph, kind: EdgeType, links: Tensor, where: str
     if len(src) and min(src.min(), dst.min()) < 0:
         bad = links[:, torch.from_numpy((src < 0) | (dst < 0))][:, 0].tolist()
         raise ValueError(f"{where} has the link {bad}; expected original ids of nodes of {kind[0]!r} and {kind[2]!r}")
-    found = comm.all_gather_object((len(src), digest(links)), "links")
+    found = comm.all_gather_object((len(src), tensor_digest(links)), "links")
     if comm.size > 1 and len(src) and all(one == found[0] for one in found):
         raise ValueError(
             f"{where}: every rank was given the same {len(src)} links; each link is given by one rank. Where all "

@@ -12,7 +12,7 @@ from torch_geometric.nn.conv import MessagePassing, RGCNConv
 
 from shardpass.core.following import user_line, whole_graph
 from shardpass.core.graphs import BatchIndex, GraphArgument, ShardedEdgeIndex, ShardedGraph
-from shardpass.core.ranks import OnRanks, Ranks, torch_private
+from shardpass.core.ranks import OnRanks, Ranks, is_local, torch_private
 from shardpass.core.training import DistributedBatchNorm
 from shardpass.core.wrapping import has_unknown_statistics, refuse_modules, refuse_other_library
 from shardpass.errors import RefusedError
@@ -162,7 +162,7 @@ def _tables(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             continue
         tensors = [*module.named_parameters(prefix, recurse=False), *module.named_buffers(prefix, recurse=False)]
         for name, tensor in tensors:
-            if tensor.dim() > 1 and not getattr(tensor, "shardpass_local", False):
+            if tensor.dim() > 1 and not is_local(tensor):
                 yield name, tensor
 
 

@@ -14,15 +14,15 @@ from shardpass.core.following import is_called_by
 from shardpass.core.graphs import GraphArgument, ShardedEdgeIndex, ShardedGraph, ShardedHeteroGraph
 from shardpass.core.memory import Checkpoint, check_choice
 from shardpass.core.ranks import Ranks, decorrelate, is_wrapped, refuse_shared_model, torch_private
-from shardpass.core.training import (
-    GradientSums,
-    follow,
+from shardpass.core.training import GradientSums, replace_batch_norms, sync_parameters
+from shardpass.core.wrapping import (
+    FollowedCalls,
+    OutermostCall,
+    make_outermost,
     refuse_as_built,
-    replace_batch_norms,
+    runs_as_it_is,
     shared_copy,
-    sync_parameters,
 )
-from shardpass.core.wrapping import FollowedCalls, OutermostCall, make_outermost, runs_as_it_is
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg.adjacency import refuse_sparse
 from shardpass.frontends.pyg.attention import distribute_attention
@@ -110,10 +110,7 @@ def exact(model: nn.Module, comm: Ranks, check: bool = True) -> nn.Module:
     Raises:
         RefusedError: as in `wrap`, or the model is wrapped.
     """
-    copied = wrap(shared_copy(model), comm, check)
-    copied._shardpass_wrapped.leave(copied)  # type: ignore[union-attr,operator]
-    follow(copied, model, comm, methods_to_run(copied))
-    return copied
+    return shared_copy(model, comm, partial(wrap, comm=comm, check=check), methods_to_run)
 
 
 def _refuse_as_built(model: nn.Module) -> None:

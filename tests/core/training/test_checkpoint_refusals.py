@@ -215,7 +215,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("shardpass.core.training.verified_file._fill", full)
+    monkeypatch.setattr("shardpass.core.training.checkpoint_file._fill", full)
 
     def body(comm):
         with pytest.raises(CheckpointError, match=r"a' could not be written: no space left .*\(found on rank 0\)"):
