@@ -159,6 +159,10 @@ def statistics(t):
     return t.mean(t.z[:, :6] * norm.eval()(t.x))
 
 
+def normal(z):
+    return torch.distributions.Independent(torch.distributions.Normal(z, 1.0), 1)
+
+
 def to_candidates(t):
     ids = torch.arange(0, 12, 3)
     candidates = t.z[ids] if t.comm is None else sp.rows(t.graph, t.z, ids)
@@ -230,6 +234,10 @@ EXACT = {
     "a scaled loss": with_scaler,
     "as many prototypes as own rows": lambda t: sum(to_prototypes(t, count) for count in COUNTS),
     "candidates of all ranks": to_candidates,
+    "a size and the rest": lambda t: t.mean(
+        t.z.view(t.z.size(0), -1) * t.z.reshape((*t.z.shape[:-1], 2, -1)).sum(1)[:, :1]
+    ),
+    "a distribution of each node": lambda t: t.mean(-normal(t.z).log_prob(t.z.detach())),
     "the largest of all ranks": lambda t: t.mean(t.z * of_all(t, t.x.double().amax(0).max(), "max")),
     "candidates of each node": lambda t: t.mean(at_ids(t, 0).square().logsumexp((1, 2))),
     "triples": lambda t: t.mean(sum(at_ids(t, 1).unbind(0))),

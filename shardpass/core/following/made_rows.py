@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardpass.core.following.follow import FollowRows
 from shardpass.core.following.origin import Origin
+from shardpass.core.following.own_numbers import is_own_number
 from shardpass.core.following.refusals import ALL_ROWS, refusal
 from shardpass.core.following.row_count import RowCount
 from shardpass.core.following.rows import Rows, reshaped_at
@@ -70,7 +71,7 @@ class MadeRows:
                 moved = rows.dim + (len(sizes) - 1 if dim < rows.dim else 0)
                 return self.follower.marks.mark(out, replace(rows, dim=moved))
             shift = dim
-        at = [dim for dim, size in enumerate(sizes) if isinstance(size, RowCount)]
+        at = [dim for dim, size in enumerate(sizes) if isinstance(size, RowCount) or is_own_number(size)]
         is_whole = rows.of.count == rows.of.total  # `len` has told the number of all rows
         is_told = is_whole or rows.of.count in told
         at = at or [dim for dim, size in enumerate(sizes) if size == -1 or (is_told and size == rows.of.count)]
