@@ -371,7 +371,7 @@ def test_one_rank_has_all_rows(name):
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_takes_in_own_rows_alone_is_refused_at_its_line(name, ranks):
     def work(comm):
-        with pytest.raises(RefusedError, match=r"test_around_model\.py:\d+: "):
+        with pytest.raises(RefusedError, match=r"around_model\.py:\d+: "):
             gradients(Task(comm), REFUSED[name])
 
     run(work, ranks)

@@ -206,7 +206,7 @@ class Around:
                     raise
         elif target is not None:
             raise refused
-        return self._refused(func, name, args, kwargs, given, refused)
+        return self._refused(func, name, args, kwargs, refused)
 
     def _as_it_is(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         mixture = self.marks.mixtures.get(args[0]) if name in _SHOWS else None
@@ -215,9 +215,7 @@ class Around:
         out = func(*args, **kwargs)
         return self.followed(out, args[0]) if name == "__deepcopy__" else out
 
-    def _refused(
-        self, func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], refused: RefusedError
-    ) -> Any:  # fmt: skip
+    def _refused(self, func: Any, name: str, args: Any, kwargs: Any, refused: RefusedError) -> Any:
         """What a function returns whose result may be looked at, and not differentiated."""
         try:
             out = func(*args, **kwargs)
@@ -228,7 +226,7 @@ class Around:
         for one in (found := _tensors_in(out)):
             self.marks.refused[one] = refused
             raise_in_backward(one, refused)
-        if not found and (name in READS or not self._refused_in(given)):
+        if not found and (name in READS or not self._refused_in(_tensors_in(args, kwargs))):
             if isinstance(out, int):
                 self.comm.caches.of(OwnCounts).counts.add(out)
             self._warn(refused)
@@ -276,8 +274,10 @@ class Around:
                 f"{user_line()}: results of a model are written into a tensor that is not made of them, where nobody "
                 f"follows their gradients. Make a new one of them, as torch.cat, torch.where and torch.stack do"
             )
+        if name == "__setitem__":  # rows go where the script says, as by their ids
+            return func(*args, **kwargs)
         out = self._judged(func, name, args, kwargs, given, near)
-        self.marks.check_result((torch_private.tree_map(plain_of, out), target))  # which the script, or a norm, holds
+        self.marks.check_result((plain_of(out), target))  # which the script, or a norm, holds
         return out
 
     def _differentiated(self, func: Any, args: Any, kwargs: Any) -> Any:
