@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +32,7 @@ from shardpass.backends.identity import (
     ON_DEVICE,
     OPS,
     PAYLOAD_LANE,
+    ROOM_BYTES,
     Header,
     MessageKey,
     divergence,
@@ -225,10 +227,21 @@ class BaseCommunicator(RawCommunicator):
 
     def _all_gather(self, kind: str, tensor: Tensor, label: str) -> list[Tensor]:
         tensor = self._collective_input(tensor, kind, label)
-        with self._agreed(kind, tensor, label=label, free_rows=True) as headers:
+        with self._agreed(kind, tensor, label=label, free_rows=True, gives=tensor) as (headers, rooms):
             results = [torch.empty(header.shape, dtype=tensor.dtype, device=tensor.device) for header in headers]
-            self._swap([tensor] * self.size, results, headers[self.rank])
+            self._gather([tensor] * self.size, results, rooms, headers[self.rank])
         return results
+
+    def _gather(self, sends: list[Tensor], results: list[Tensor], rooms: list[bytes], header: Header) -> None:
+        """The results that came with the headers, in their `rooms`, and the others by messages of their own."""
+        for result, room in zip(results, rooms):
+            if self._fits(result) and result.nbytes:
+                _copy_into(_bytes(result), torch.frombuffer(bytearray(room[: result.nbytes]), dtype=torch.uint8))
+        sends, results = ([one.new_empty(0) if self._fits(one) else one for one in part] for part in (sends, results))
+        self._swap(sends, results, header)
+
+    def _fits(self, tensor: Tensor) -> bool:
+        return tensor.nbytes <= ROOM_BYTES and not (self.is_direct and tensor.device == self.device)
 
     def broadcast(self, tensor: Tensor, root: int = 0, label: str = "") -> Tensor:
         if not 0 <= root < self.size:
@@ -256,9 +269,9 @@ class BaseCommunicator(RawCommunicator):
                     f"they are {', '.join(f'{t.dtype} {list(t.shape)}' for t in inner)}"
                 )
         rows = torch.tensor([tensor.shape[0] for tensor in inner])
-        with self._agreed("all_to_all", first, label=label, free_rows=True) as headers:
+        with self._agreed("all_to_all", first, label=label, free_rows=True, gives=rows) as (headers, rooms):
             all_rows = [torch.empty_like(rows) for _ in range(self.size)]
-            self._swap([rows] * self.size, all_rows, headers[self.rank])
+            self._gather([rows] * self.size, all_rows, rooms, headers[self.rank])
             mine = [(int(theirs[self.rank]), *first.shape[1:]) for theirs in all_rows]
             results = [torch.empty(shape, dtype=first.dtype, device=first.device) for shape in mine]
             self._swap(inner, results, headers[self.rank])
@@ -266,7 +279,7 @@ class BaseCommunicator(RawCommunicator):
 
     def all_gather_object(self, obj: Any, label: str = "") -> list[Any]:
         try:
-            text = json.dumps(obj)
+            text = json.dumps(obj, default=_whole_number)
         except (TypeError, ValueError) as error:
             raise TypeError(
                 f"all_gather_object {label!r}: {error}; it takes numbers, strings, lists and dicts of them. "
@@ -292,9 +305,10 @@ class BaseCommunicator(RawCommunicator):
 
     @contextmanager
     def _agreed(
-        self, kind: str, tensor: Tensor | None, op: str = "", root: int = 0, label: str = "", free_rows: bool = False
-    ) -> Iterator[list[Header]]:
-        """A block that runs only if all ranks are in this call. Yields the headers of all ranks."""
+        self, kind: str, tensor: Tensor | None, op: str = "", root: int = 0, label: str = "", free_rows: bool = False,
+        gives: Tensor | None = None,
+    ) -> Iterator[tuple[list[Header], list[bytes]]]:  # fmt: skip
+        """A block that runs only if all ranks are in this call. Yields the headers of all ranks, and what they give."""
         self._check_open()
         if self.is_direct and tensor is not None and tensor.device == self.device:
             self._moved["collective", self.rank] += 1  # which messages between devices must not pass
@@ -305,14 +319,15 @@ class BaseCommunicator(RawCommunicator):
         call.wait()
         with self.waiting(Position(Words(header), COLLECTIVE, self.collectives)):
             mine = header.pack()
-            gathered = self._raw_gather(mine, self.timeout)
+            room = b"" if gives is None or not self._fits(gives) else _bytes(gives).cpu().numpy().tobytes()
+            gathered = self._raw_gather(mine + room.ljust(ROOM_BYTES, b"\0"), self.timeout)
             headers = [header] * self.size
-            if any(raw != mine for raw in gathered):
-                headers = [Header.unpack(raw) for raw in gathered]
+            if any(raw[:HEADER_BYTES] != mine for raw in gathered):
+                headers = [Header.unpack(raw[:HEADER_BYTES]) for raw in gathered]
                 problem = divergence(headers, free_rows)
                 if problem is not None:
                     raise DivergenceError(problem)
-            yield headers
+            yield headers, [raw[HEADER_BYTES:] for raw in gathered]
             call.end()
 
     def _swap(self, sends: Sequence[Tensor], results: Sequence[Tensor], header: Header) -> None:
@@ -350,6 +365,13 @@ class BaseCommunicator(RawCommunicator):
         twin.timeout = self.timeout
         twin.max_message_bytes = self.max_message_bytes
         return twin
+
+
+def _whole_number(value: Any) -> int:
+    """A number of NumPy's for JSON, which refuses it."""
+    if isinstance(value, np.integer):
+        return int(value)
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -24,6 +24,8 @@ SAME_CALLS = (
 HEADER_BYTES = _FORMAT.size
 INLINE_BYTES = 8
 """A payload of at most so many bytes is the end of its header."""
+ROOM_BYTES = 820
+"""Behind the header of a collective is room for what a rank gives to all, which then takes one round of messages."""
 
 ON_DEVICE = -1
 """Less the root, in its place: the tensor of a collective is on the device, and travels between devices."""

@@ -142,7 +142,7 @@ class RawCommunicator(Communicator):
         raise NotImplementedError
 
     def _raw_gather(self, block: bytes, timeout: float) -> list[bytes]:
-        """Collective: the blocks of all ranks, each `HEADER_BYTES` long. Returns when every rank has entered."""
+        """Collective: the blocks of all ranks, all of the same length. Returns when every rank has entered."""
         raise NotImplementedError
 
     def _raw_reduce(self, tensor: Tensor, op: str, timeout: float) -> None:

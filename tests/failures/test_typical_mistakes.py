@@ -12,7 +12,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GCN, GraphSAGE
 
 import shardpass as sp
-from shardpass.errors import DivergenceError, RefusedError
+from shardpass.errors import RefusedError
 
 
 def graph(**others: Any) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def test_a_model_that_is_not_wrapped(store: Path, is_wrapped: bool) -> None:
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with nullcontext() if is_wrapped else pytest.raises(DivergenceError, match="To wrap the model makes it"):
+        with nullcontext() if is_wrapped else pytest.raises(RefusedError, match="outside of the wrapped model"):
             sp.spawn(run, 2)
     told = [found for found in caught if "GCN is not wrapped" in str(found.message)]
     assert len(told) == (0 if is_wrapped else 1)

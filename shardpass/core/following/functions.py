@@ -77,7 +77,9 @@ class FollowFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         leaves = [*leaves_of((args, [*kwargs.values()]))]
-        if any(isinstance(leaf, FollowedTensor) for leaf in leaves):  # which the model holds
+        if held := [leaf for leaf in leaves if isinstance(leaf, FollowedTensor)]:  # which the model holds
+            for leaf in held:
+                leaf.around.tell(self.follower.marks, leaf.plain)
             args, kwargs = torch_private.tree_map(plain_of, (args, kwargs))
             return self.__torch_function__(func, (), args, kwargs)
         for leaf in leaves:

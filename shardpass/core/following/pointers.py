@@ -52,7 +52,8 @@ class Pointers(Joins):
         if target is not None and (target.goes_with(table.of) or table.of.root == ("reached", target.root)):
             assert found is not None
             return found
-        if found is None and self.marks.origins.get(index) == Origin.NUMBERS and _is_every_row(index, table.of.count):
+        is_made = self.marks.is_around or self.marks.origins.get(index) == Origin.NUMBERS
+        if found is None and is_made and _is_every_row(index, table.of.count):
             return Rows([*index.shape].index(table.of.count), table.of)
         if found is None and self.marks.origins.get(index) == Origin.FREE and index.dim() == 1 and table.of.is_of_edges:
             drawn = RowSet(f"drawn {table.of.name}", index.numel(), ("drawn", object()), table.of.count)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardpass.core.following import is_called_by, user_line
 from shardpass.core.graphs.edge_index import SourceRows
+from shardpass.core.graphs.given import as_given
 from shardpass.core.graphs.readout import Groups, Reduction, reduce_rows
 from shardpass.core.graphs.stand_in import PRINTS, StandIn, describes
 from shardpass.core.ranks import Ranks, torch_private
@@ -82,6 +83,7 @@ class BatchIndex(StandIn):
             mine.comm.mark_plain(out)  # its rows are graphs, which all ranks have
         elif type(out) is Tensor:
             mine.comm.forget_rows(out)
+            return as_given(out, mine.comm) if out.dim() else out
         return out
 
     @staticmethod
