@@ -15,6 +15,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 from typing import Any, TypeVar
 
 import numpy as np
@@ -228,20 +229,23 @@ class BaseCommunicator(RawCommunicator):
     def _all_gather(self, kind: str, tensor: Tensor, label: str) -> list[Tensor]:
         tensor = self._collective_input(tensor, kind, label)
         with self._agreed(kind, tensor, label=label, free_rows=True, gives=tensor) as (headers, rooms):
-            results = [torch.empty(header.shape, dtype=tensor.dtype, device=tensor.device) for header in headers]
-            self._gather([tensor] * self.size, results, rooms, headers[self.rank])
+            return self._gathered(tensor, [header.shape for header in headers], rooms, headers[self.rank])
+
+    def _gathered(self, mine: Tensor, shapes: list[tuple[int, ...]], rooms: list[bytes], own: Header) -> list[Tensor]:
+        """What all ranks give: what came with the headers, in their `rooms`, and the rest by messages of its own."""
+        empty, results, apart = mine.new_empty(0), [], []
+        for shape, room in zip(shapes, rooms):
+            num_bytes = prod(shape) * mine.element_size()
+            fits = 0 < num_bytes <= len(room)
+            if fits:
+                found = torch.frombuffer(bytearray(room[:num_bytes]), dtype=mine.dtype).view(shape).to(mine.device)
+            else:
+                found = torch.empty(shape, dtype=mine.dtype, device=mine.device)
+            results.append(found)
+            apart.append(empty if fits else found)
+        if any(one.numel() for one in apart):
+            self._swap([empty if 0 < mine.nbytes <= len(rooms[self.rank]) else mine] * self.size, apart, own)
         return results
-
-    def _gather(self, sends: list[Tensor], results: list[Tensor], rooms: list[bytes], header: Header) -> None:
-        """The results that came with the headers, in their `rooms`, and the others by messages of their own."""
-        for result, room in zip(results, rooms):
-            if self._fits(result) and result.nbytes:
-                _copy_into(_bytes(result), torch.frombuffer(bytearray(room[: result.nbytes]), dtype=torch.uint8))
-        sends, results = ([one.new_empty(0) if self._fits(one) else one for one in part] for part in (sends, results))
-        self._swap(sends, results, header)
-
-    def _fits(self, tensor: Tensor) -> bool:
-        return tensor.nbytes <= ROOM_BYTES and not (self.is_direct and tensor.device == self.device)
 
     def broadcast(self, tensor: Tensor, root: int = 0, label: str = "") -> Tensor:
         if not 0 <= root < self.size:
@@ -270,8 +274,7 @@ class BaseCommunicator(RawCommunicator):
                 )
         rows = torch.tensor([tensor.shape[0] for tensor in inner])
         with self._agreed("all_to_all", first, label=label, free_rows=True, gives=rows) as (headers, rooms):
-            all_rows = [torch.empty_like(rows) for _ in range(self.size)]
-            self._gather([rows] * self.size, all_rows, rooms, headers[self.rank])
+            all_rows = self._gathered(rows, [(self.size,)] * self.size, rooms, headers[self.rank])
             mine = [(int(theirs[self.rank]), *first.shape[1:]) for theirs in all_rows]
             results = [torch.empty(shape, dtype=first.dtype, device=first.device) for shape in mine]
             self._swap(inner, results, headers[self.rank])
@@ -319,7 +322,10 @@ class BaseCommunicator(RawCommunicator):
         call.wait()
         with self.waiting(Position(Words(header), COLLECTIVE, self.collectives)):
             mine = header.pack()
-            room = b"" if gives is None or not self._fits(gives) else _bytes(gives).cpu().numpy().tobytes()
+            has_room = gives is not None and not (self.is_direct and gives.device == self.device)
+            room = b""
+            if gives is not None and has_room and gives.nbytes <= ROOM_BYTES:
+                room = _bytes(gives).cpu().numpy().tobytes()
             gathered = self._raw_gather(mine + room.ljust(ROOM_BYTES, b"\0"), self.timeout)
             headers = [header] * self.size
             if any(raw[:HEADER_BYTES] != mine for raw in gathered):
@@ -327,7 +333,7 @@ class BaseCommunicator(RawCommunicator):
                 problem = divergence(headers, free_rows)
                 if problem is not None:
                     raise DivergenceError(problem)
-            yield headers, [raw[HEADER_BYTES:] for raw in gathered]
+            yield headers, [raw[HEADER_BYTES:] if has_room else b"" for raw in gathered]
             call.end()
 
     def _swap(self, sends: Sequence[Tensor], results: Sequence[Tensor], header: Header) -> None:

@@ -10,7 +10,7 @@ itself whether to take part, and a change on one rank is found in the next call,
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -70,8 +70,8 @@ def refuse_unlike(model: nn.Module, comm: Ranks, buffers: Collection[str] = ()) 
     compared = {name for name in buffers if not name.endswith(_COUNTS_BATCHES)}
     named = [*alike(model), *(found for found in model.named_buffers() if found[0] in compared)]
     words = digest("\n".join(_lines(model, named))) >> 10  # so many bits are exact in float64
-    numbers = [_numbers(tensor).to(comm.device) for _, tensor in named]
-    own = torch.stack([torch.tensor([words, 0, 0], dtype=torch.float64, device=comm.device), *numbers])
+    first = torch.tensor([[words, 0, 0]], dtype=torch.float64, device=comm.device)
+    own = torch.cat([first, _numbers([tensor for _, tensor in named], comm.device)])
     every = torch.stack(comm.all_gather(own, label))
     found, room = every[:, 1:, :2], every[:, 1:, 2:].amin(0)
     is_same = (found == found[0]) | (found.isnan() & found[0].isnan()) | ((found - found[0]).abs() <= room)
@@ -121,10 +121,14 @@ def _is_option(value: Any, is_library: bool) -> bool:
     return is_library and isinstance(value, int)
 
 
-def _numbers(tensor: Tensor) -> Tensor:
-    """The sum and the norm of all values, and by how much these may differ, in float64."""
-    values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    is_exact = not values.is_floating_point()
-    values = values.to(torch.float64 if is_exact else torch.promote_types(values.dtype, torch.float32))
-    norm = torch.linalg.vector_norm(values)
-    return torch.stack([values.sum(), norm, norm * (0 if is_exact else _UNLIKE)]).double()
+def _numbers(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The sum and the norm of the values of each tensor, and by how much these may differ, ``[len(tensors), 3]``."""
+    plain = [torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach() for tensor in tensors]
+    values = [value if value.is_floating_point() else value.double() for value in plain]
+    double = torch.float64
+    found = [n for v in values for n in (v.sum(dtype=double), torch.linalg.vector_norm(v, dtype=double))]
+    if not found:
+        return torch.zeros((0, 3), dtype=double, device=device)
+    numbers = torch.stack([number.to(device) for number in found]).view(-1, 2)
+    rooms = [_UNLIKE if value.is_floating_point() else 0.0 for value in plain]
+    return torch.cat([numbers, numbers[:, 1:] * torch.tensor(rooms, dtype=double, device=device)[:, None]], 1)
