@@ -321,6 +321,7 @@ def test_what_kind_of_graph_it_is():
             g.num_nodes("paper")
         with pytest.raises(dgl.DGLError, match="cites"):
             g.update_all(fn.copy_u("x", "m"), fn.sum("m", "h"), etype="cites")
+        assert torch.tensor(g.num_nodes()).dtype == torch.int64  # NumPy once ended the process there
         return int(g.num_nodes()), int(g.num_src_nodes()), int(g.number_of_dst_nodes()), int(g.num_edges())
 
     nodes, sources, destinations, num_edges = zip(*sharded(work))

@@ -83,6 +83,27 @@ class OwnInt(_Integer, _Own):
 
     __class__ = property(lambda self: int)  # type: ignore[assignment]
 
+    def __eq__(self, other: Any) -> Any:
+        return int(self) == _plain(other)
+
+    def __ne__(self, other: Any) -> Any:
+        return int(self) != _plain(other)
+
+    def __lt__(self, other: Any) -> Any:
+        return int(self) < _plain(other)
+
+    def __le__(self, other: Any) -> Any:
+        return int(self) <= _plain(other)
+
+    def __gt__(self, other: Any) -> Any:
+        return int(self) > _plain(other)
+
+    def __ge__(self, other: Any) -> Any:
+        return int(self) >= _plain(other)
+
+    def __hash__(self) -> int:
+        return hash(int(self))
+
     def __repr__(self) -> str:
         return str(int(self))
 
