@@ -77,3 +77,25 @@ class Task:
 
     def mean(self, rows):
         return rows.mean() if self.comm is None else sp.mean(rows, None, self.comm)
+
+
+class Held(Net):
+    def forward(self, x, edge_index):
+        return super().forward(x - self.mean, edge_index)
+
+
+def holding(t, mean):
+    model = Held().double()
+    model.load_state_dict(t.model.state_dict())
+    model.mean = mean
+    return model if t.comm is None else sp.pyg.wrap(model, t.comm)
+
+
+def scale_gradient(t):
+    scale = torch.tensor(1.0).double().requires_grad_()
+    return torch.autograd.grad((t.z * scale).square().sum(), scale, retain_graph=True)[0]
+
+
+def dummy_scale(t):
+    own = scale_gradient(t)
+    return t.mean(t.z) * (own if t.comm is None else t.comm.all_reduce(own))

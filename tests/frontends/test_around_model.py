@@ -18,7 +18,7 @@ import shardpass as sp
 from shardpass.errors import RefusedError
 from shardpass.testing import run
 
-from .around_model import COUNTS, MASKED, MODEL, OTHER, Net, Task
+from .around_model import COUNTS, MASKED, MODEL, OTHER, Task, dummy_scale, holding, scale_gradient
 from .inside_model import GRAPH, OWNERS
 
 
@@ -163,18 +163,6 @@ def normal(z):
     return torch.distributions.Independent(torch.distributions.Normal(z, 1.0), 1)
 
 
-class Held(Net):
-    def forward(self, x, edge_index):
-        return super().forward(x - self.mean, edge_index)
-
-
-def holding(t, mean):
-    model = Held().double()
-    model.load_state_dict(t.model.state_dict())
-    model.mean = mean
-    return model if t.comm is None else sp.pyg.wrap(model, t.comm)
-
-
 def to_candidates(t):
     ids = torch.arange(0, 12, 3)
     candidates = t.z[ids] if t.comm is None else sp.rows(t.graph, t.z, ids)
@@ -246,6 +234,8 @@ EXACT = {
     "a scaled loss": with_scaler,
     "as many prototypes as own rows": lambda t: sum(to_prototypes(t, count) for count in COUNTS),
     "candidates of all ranks": to_candidates,
+    "volumes": lambda t: t.mean(t.z * t.added(t.x[:, 0].exp() @ t.z).detach()),
+    "a dummy scale that ranks add up": dummy_scale,
     "the entry of a label": lambda t: -t.mean(t.z.log_softmax(1)[torch.arange(t.z.size(0)), t.y % 8]),
     "a size and the rest": lambda t: t.mean(
         t.z.view(t.z.size(0), -1) * t.z.reshape((*t.z.shape[:-1], 2, -1)).sum(1)[:, :1]
@@ -302,6 +292,7 @@ REFUSED = {
     "a product in its own tensor": lambda t: t.mean(t.z @ torch.zeros(8, 6).double().addmm_(t.z.detach().t(), t.x)),
     "a mean put out": lambda t: t.mean(t.z[:, :6] * torch.mean(t.x, 0, out=torch.empty(6).double())),
     "statistics of a norm": statistics,
+    "a gradient by a dummy scale": lambda t: t.mean(t.z) * scale_gradient(t).square(),
     "a mean that a model holds": lambda t: t.loss(holding(t, t.x.mean(0))(t.x, t.graph)),
     "degrees in a tensor of its own": lambda t: t.mean(t.z[:, 0] * degrees_by_hand(t)),
     "such a term beside a loss": lambda t: t.loss(t.z) + gram(t),

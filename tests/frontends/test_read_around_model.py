@@ -119,3 +119,35 @@ def test_own_counts_written_into_parameters_are_refused_for_what_they_are():
             task.model.load_state_dict(state)
 
     run(work, 3)
+
+
+def test_the_gradient_of_a_tensor_of_its_own_is_told_to_be_a_share():
+    def work(comm):
+        task, scale = Task(comm), torch.tensor(1.0).double().requires_grad_()
+        task.loss(task.z * scale).backward()
+        return float(comm.all_reduce(scale.grad))
+
+    (whole,) = run(work, 1)
+    with pytest.warns(UserWarning, match="Its gradient is this rank's share"):
+        assert run(work, 3) == pytest.approx([whole] * 3, rel=1e-12)
+
+
+class Reduces(torch.nn.Module):
+    def __init__(self, comm):
+        super().__init__()
+        self.comm, self.last = comm, torch.nn.Linear(6, 8).double()
+
+    def forward(self, x):
+        total = self.comm.all_reduce(x.square().sum()) + self.comm.all_reduce(x.amax(0), "max").sum()
+        return self.last(x if total < 0 else x / total)
+
+
+def test_a_model_may_reduce_sums_and_maxima_over_ranks_itself():
+    def work(comm):
+        task = Task(comm)
+        torch.manual_seed(0)
+        model = sp.pyg.wrap(Reduces(comm), comm)
+        return float(task.loss(model(task.x)))
+
+    (whole,) = run(work, 1)
+    assert run(work, 3) == pytest.approx([whole] * 3, rel=1e-12)

@@ -349,6 +349,11 @@ class FollowRows(torch_private.TorchDispatchMode):
             return mixture is not None
         return any(bool(tensor == known.count) for known in self.marks.known)
 
+    def check_reduced(self, tensor: Tensor, op: str) -> None:
+        """See `RowWatch.check_reduced`."""
+        mixture = self.marks.mixtures.get(tensor)
+        return self.is_sum(tensor) if mixture is None else mixture.check_reduced(op)  # type: ignore[return-value]
+
     def refuse_alike(self, tensor: Tensor) -> NoReturn:
         """Refuse to add up what all ranks have alike."""
         raise RefusedError(

@@ -13,10 +13,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardpass.core.following.follow import FollowRows
+from shardpass.core.following.marks import Marks
 from shardpass.core.following.refusals import Mixture
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import user_line
-from shardpass.core.ranks import RowSet, torch_private
+from shardpass.core.ranks import RowSet, autograd_leaves, torch_private
 
 _LIBRARIES = ("torch", "torch_geometric", "dgl", "shardpass")
 _NOTE = "shardpass"
@@ -148,3 +149,37 @@ def _check(follower: FollowRows, found: Sequence[Any], may_be_sum: bool) -> None
         mixture = follower.marks.mixtures.get(grad) if isinstance(grad, Tensor) else None
         if mixture is not None and not (mixture.is_sum and may_be_sum):
             raise mixture.refusal()
+
+
+def note_gradients(marks: Marks, found: Any, inputs: Iterable[Any], roots: Sequence[Tensor]) -> bool:
+    """Note that gradients by rows are rows, and by a script's own tensor a part of a sum; whether any is either.
+
+    Args:
+        found: the gradients of `roots` by `inputs`.
+    """
+    mixtures = [mixture for root in roots if (mixture := marks.mixtures.get(root)) is not None]
+    of = [*(mixture.of for mixture in mixtures), *marks.sets_in(roots), *marks.known]
+    met = bool(mixtures) or any(root in marks.whole or marks.rows_of(root) is not None for root in roots)
+    noted = False
+    for grad, one in zip(found, inputs):
+        if not isinstance(grad, Tensor):
+            continue
+        if marks.rows_of(one) is not None:
+            marks.copy(grad, one)
+        elif met and of and type(one) is Tensor:
+            marks.mixtures.add(grad, Mixture("grad", user_line(), of[0], is_sum=True))
+        else:
+            continue
+        noted = True
+    return noted
+
+
+def watch_gradients(tensors: Iterable[Tensor], sets: Sequence[RowSet], tell: Callable[[], None]) -> None:
+    """Call `tell` where ``backward`` gives a gradient to a leaf of a script's own that was given beside rows."""
+    counts = {of.count for of in sets}
+    for tensor in tensors if counts else ():
+        if type(tensor) is not Tensor or not tensor.requires_grad:
+            continue
+        for leaf in autograd_leaves(tensor):
+            if type(leaf) is Tensor and leaf.is_leaf and not counts.intersection(leaf.shape):
+                leaf.register_post_accumulate_grad_hook(lambda _: tell())

@@ -19,19 +19,18 @@ from torch import Tensor, nn
 
 from shardpass.core.following.followed_output import FollowedOutput, named
 from shardpass.core.following.functions import ADDS, READS, FollowFunctions
-from shardpass.core.following.gradients import follow_function
+from shardpass.core.following.gradients import follow_function, note_gradients, watch_gradients
 from shardpass.core.following.marks import Marks
 from shardpass.core.following.own_counts import OwnCounts
 from shardpass.core.following.own_numbers import own_number
 from shardpass.core.following.refusals import (
-    SUMS,
     Mixture,
     added_by_rows,
     counts_for_each_rank,
     counts_once,
+    own_gradient,
     plain_length,
     raise_in_backward,
-    refusal,
     refuse_own_graph,
     weighed_in_model,
 )
@@ -137,10 +136,8 @@ class Around:
         tensor = plain_of(given)
         if op == "sum" and (refused := self._refused_in([tensor])) is not None:
             raise refused
-        mixture = self.marks.mixtures.get(tensor)
-        if mixture is not None and not mixture.may_be_reduced(op):
-            remedy = SUMS if op == "sum" else f"The {op} of all ranks is that of the {op} of each, as h.a{op}(0) is"
-            raise refusal(f"`{mixture.name}` makes no {op} of the {mixture.of.name}", remedy, mixture.line)
+        if (mixture := self.marks.mixtures.get(tensor)) is not None:
+            mixture.check_reduced(op)
         return reduce(tensor)
 
     def met(self, value: Tensor) -> Tensor:
@@ -244,7 +241,9 @@ class Around:
         plain = [one.plain for one in followed]
         with self._around():
             self.marks.recognise(plain, is_given=True)
-        return self.marks.sets_in(plain)
+        sets = self.marks.sets_in(plain)
+        watch_gradients(tensors, sets, lambda: self._warn(own_gradient(user_line()), "gradient"))
+        return sets
 
     def _counted(self, func: Any, args: Any, kwargs: Any) -> Any:
         """``torch.bincount`` of own rows, which is a sum over them, though no operation of the table."""
@@ -291,10 +290,7 @@ class Around:
         if found is None:
             return None
         inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
-        for grad, of in zip(found, [inputs] if isinstance(inputs, Tensor) else inputs):
-            if isinstance(grad, Tensor) and self.marks.rows_of(of) is not None:
-                self.marks.copy(grad, of)
-        is_of_rows = isinstance(found, tuple) and any(one in self.marks.rows for one in _tensors_in(found))
+        is_of_rows = note_gradients(self.marks, found, [inputs] if isinstance(inputs, Tensor) else inputs, roots)
         return self.followed(found) if is_of_rows else found
 
     def _judged(

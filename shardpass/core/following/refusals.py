@@ -125,9 +125,12 @@ class Mixture:
     remedy: str = ""
     is_direct: bool = True
 
-    def may_be_reduced(self, op: str) -> bool:
-        """Whether the reduction by `op` over ranks is that of the whole graph."""
-        return self.is_sum if op == "sum" else self.is_direct and self.name in (op, f"a{op}")
+    def check_reduced(self, op: str) -> None:
+        """Refuse a reduction by `op` over ranks that is not that of the whole graph."""
+        if self.is_sum if op == "sum" else self.is_direct and self.name in (op, f"a{op}"):
+            return
+        remedy = SUMS if op == "sum" else f"The {op} of all ranks is that of the {op} of each, as h.a{op}(0) is"
+        raise refusal(f"`{self.name}` makes no {op} of the {self.of.name}", remedy, self.line)
 
     def refusal(self, decides: bool = False) -> RefusedError:
         """Why it cannot be used here, where it `decides` something or becomes a number."""
@@ -154,6 +157,14 @@ def added_by_rows(line: UserLine, at: Rows) -> RefusedError:
     return RefusedError(
         f"{line}: rows of this rank decide where something is added to a tensor of your own, and nobody follows what "
         f"you make of that. Make a new one of them, {remedy}"
+    )
+
+
+def own_gradient(line: UserLine) -> RefusedError:
+    """What is to be known of the gradient of a script's own tensor, which is not refused."""
+    return RefusedError(
+        f"{line}: a tensor of your own that requires a gradient has met rows. Its gradient is this rank's share. Add "
+        f"it up by comm.all_reduce before you use it, or make the tensor a parameter of a module that is wrapped"
     )
 
 

@@ -115,7 +115,7 @@ _HOMOGENEOUS = frozenset(
     "mul mul_ div div_ true_divide neg neg_ mm bmm dot mv vdot sum mean nansum clone _to_copy alias detach view "
     "_unsafe_view reshape permute transpose t unsqueeze squeeze select slice expand index index_select gather "
     "flip roll split split_with_sizes unbind unfold diagonal cumsum repeat _reshape_alias positive real imag "
-    "lift_fresh_copy view_as_real view_as_complex as_strided tril triu".split()
+    "squeeze_ unsqueeze_ t_ transpose_ lift_fresh_copy view_as_real view_as_complex as_strided tril triu".split()
 )
 
 

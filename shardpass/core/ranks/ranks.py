@@ -224,6 +224,12 @@ class Ranks(DelegatingCommunicator):
                 "comm.all_reduce is given the gradient of a wrapped model, which backward has summed over ranks. Leave "
                 "it out: every rank has the gradient of the whole graph"
             )
+        if self.runs_user_code and self.forward is not None and self.forward.rows is not None:
+            self.forward.rows.check_reduced(tensor, op)
+            with self.unfollowed():
+                found = self.all_reduce(tensor, op, label)
+            self.mark_plain(found)
+            return found
         if isinstance(tensor, FollowedTensor):
             return tensor.around.reduced(tensor, op, lambda plain: self.all_reduce(plain, op, label))
         if not (tensor.requires_grad and torch.is_grad_enabled()):

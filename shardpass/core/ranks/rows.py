@@ -221,6 +221,10 @@ class RowWatch(Protocol):
         """Whether `tensor` was summed over own rows; if not, it may be alike on all ranks. Refuse anything else."""
         ...
 
+    def check_reduced(self, tensor: Tensor, op: str) -> None:
+        """Refuse a reduction by `op` over ranks, by which a model reduces itself, that is not that of all rows."""
+        ...
+
     def refuse_alike(self, tensor: Tensor) -> NoReturn:
         """Refuse to add up what all ranks have alike."""
         ...
