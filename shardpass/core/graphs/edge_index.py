@@ -28,11 +28,10 @@ from shardpass.core.graphs.by_source import (
     take_by_source,
 )
 from shardpass.core.graphs.edge_mask import EdgeMask
-from shardpass.core.graphs.given import as_given
 from shardpass.core.graphs.last_node import ROWS_READ, lacks_last_node, other_count
 from shardpass.core.graphs.layer_flow import LayerFlow
 from shardpass.core.graphs.rearranged import Part, rearranged, refused_shape
-from shardpass.core.graphs.stand_in import PRINTS, StandIn, as_tensor, counted_last, describes, first_of, largest
+from shardpass.core.graphs.stand_in import PRINTS, StandIn, as_tensor, counted_last, describes, first_of, marked
 from shardpass.core.ranks import HoldsEdges, RowSet, torch_private
 from shardpass.core.sharding import Derivation, EdgeShards
 from shardpass.errors import RefusedError
@@ -157,7 +156,7 @@ class ShardedEdgeIndex(StandIn, HoldsEdges):
         if parts:
             return torch_private.tree_map(mine._part, out)
         if not describes(func):
-            return _marked(mine, out) if name != "max" else largest(out, mine.plan.comm.runs_user_code)
+            return marked(mine, out, mine.plan, name)
         return mine._counted(out, name, args)
 
     def _counted(self, out: Any, name: str, args: tuple[Any, ...]) -> Any:
@@ -180,7 +179,7 @@ class ShardedEdgeIndex(StandIn, HoldsEdges):
                 both.what = "the edge_index"
                 return both  # type: ignore[no-any-return]
             row = _item(self, part.rows[0])
-        return _marked(self, row).view(part.shape)  # type: ignore[no-any-return]
+        return marked(self, row, self.plan).view(part.shape)  # type: ignore[no-any-return]
 
     def _check_picks(self, index: Tensor) -> None:
         """Refuse what picks edges by what was made of several, or by their position."""
@@ -262,7 +261,7 @@ class SourceRows(StandIn):
             mine.plan.comm.forget_rows(out)
             mine.plan.comm.mark_rows(out, mine.plan.source_set, dim)
             return out
-        return _marked(mine, out) if name != "max" else largest(out, mine.plan.comm.runs_user_code)
+        return marked(mine, out, mine.plan, name)
 
     @staticmethod
     def _answer(mine: SourceRows, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -288,23 +287,6 @@ class SourceRows(StandIn):
             if name in _STACKS and len(first or ()) == 2 and (*args[1:], *kwargs.values()) in ((), (0,)):
                 return _stacked(mine.plan, name, *args[0])
         raise refused(name, mine.what)
-
-
-def _marked(mine: ShardedEdgeIndex | SourceRows, out: Any) -> Any:
-    """`out`, of which the engine says what its rows are: numbers of destinations, or something of each edge."""
-    plan = mine.plan
-    if not plan.comm.is_followed and plan.comm.forward is not None:
-        return out
-    with torch_private.DisableTorchFunctionSubclass():
-        count = mine.size(-1)
-        for tensor in out if isinstance(out, tuple) else (out,):
-            if type(tensor) is Tensor:
-                plan.comm.forget_rows(tensor)
-            if isinstance(tensor, Tensor) and not isinstance(tensor, ShardedEdgeIndex) and count in tensor.shape:
-                is_row = isinstance(mine, ShardedEdgeIndex) and type(tensor) is Tensor and tensor.dim() == 1
-                dim = [*tensor.shape].index(count)
-                plan.comm.mark_rows(tensor, plan.edge_set(count), dim, points_to=plan.dst_set if is_row else None)
-    return torch_private.tree_map(lambda one: as_given(one, plan.comm) if type(one) is Tensor else one, out)
 
 
 def _copied(mine: ShardedEdgeIndex, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -52,11 +52,8 @@ def gather(
     if path is not None:
         fail_together(comm, "gather: table", lambda: _check_table(graph, path), ValueError, MissingDependencyError)
 
-    def at_root(own: Tensor, label: str) -> list[Tensor]:
-        return comm.all_to_all([own] + [own[:0]] * (comm.size - 1), label=label)
-
-    parts = at_root(rows.detach().contiguous(), "gather rows")
-    id_parts = at_root(ids.to(comm.device), "gather ids")
+    own = (rows.detach().contiguous(), "gather rows"), (ids.to(comm.device), "gather ids")
+    parts, id_parts = (comm.all_to_all([one] + [one[:0]] * (comm.size - 1), label) for one, label in own)
     if comm.rank != 0:
         return None
     out = rows.new_empty((total, *rows.shape[1:]))

@@ -7,8 +7,10 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from shardpass.core.exchange import HaloPlan
 from shardpass.core.following import OwnShape, RowCount, user_line
-from shardpass.core.ranks import FollowedTensor, RowSet, torch_private
+from shardpass.core.graphs.given import as_given
+from shardpass.core.ranks import FollowedTensor, HoldsEdges, RowSet, torch_private
 from shardpass.errors import InternalError, RefusedError
 
 S = TypeVar("S", bound="StandIn")
@@ -172,3 +174,25 @@ class LargestId(Tensor):
 def largest(found: Any, is_asked_by_user: bool) -> Any:
     """The largest id `found`, as code of the user's or of a library gets it."""
     return found.as_subclass(LargestId) if is_asked_by_user and found.dim() == 0 else found
+
+
+def marked(mine: StandIn, out: Any, plan: HaloPlan, name: str = "") -> Any:
+    """`out`, of which the engine says what its rows are: numbers of destinations, or something of each edge.
+
+    Args:
+        mine: a list of edges, or source rows, of which the function `name` has made it.
+    """
+    if name == "max":
+        return largest(out, plan.comm.runs_user_code)
+    if not plan.comm.is_followed and plan.comm.forward is not None:
+        return out
+    with torch_private.DisableTorchFunctionSubclass():
+        count = mine.size(-1)
+        for tensor in out if isinstance(out, tuple) else (out,):
+            if type(tensor) is Tensor:
+                plan.comm.forget_rows(tensor)
+            if isinstance(tensor, Tensor) and not isinstance(tensor, HoldsEdges) and count in tensor.shape:
+                is_row = isinstance(mine, HoldsEdges) and type(tensor) is Tensor and tensor.dim() == 1
+                dim = [*tensor.shape].index(count)
+                plan.comm.mark_rows(tensor, plan.edge_set(count), dim, points_to=plan.dst_set if is_row else None)
+    return torch_private.tree_map(lambda one: as_given(one, plan.comm) if type(one) is Tensor else one, out)

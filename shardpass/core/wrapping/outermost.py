@@ -304,16 +304,19 @@ class OutermostCall:
             forward.rows = None
             follower.marks.end_forward()
         follower.marks.check_left_behind(out, self.model)
-        if self.method == "forward" and self.comm.rank == 0 and any(torch_private.backward_hooks(self.model)):
-            warnings.warn(
-                "a hook of gradients on the wrapped model itself is not followed, and sees only the rows of this rank. "
-                "Register it on a module within the model",
-                stacklevel=2,
-            )
+        self._warn_of_hooks()
         if self.comm.size > 1:  # one rank has all rows
             self._around = around, out
             self.followed.note_results(self.model, self.method, around, out)
         return out
+
+    def _warn_of_hooks(self) -> None:
+        if self.method == "forward" and self.comm.rank == 0 and any(torch_private.backward_hooks(self.model)):
+            warnings.warn(
+                "a hook of gradients on the wrapped model itself is not followed, and sees only the rows of this rank. "
+                "Register it on a module within the model",
+                stacklevel=3,
+            )
 
     def _check_arguments(self, follower: FollowRows, args: Any, kwargs: Any) -> None:
         """Tell `follower` what is known of the arguments, and what the model keeps. Refuse what cannot be exact."""
