@@ -325,7 +325,7 @@ class BaseCommunicator(RawCommunicator):
             has_room = gives is not None and not (self.is_direct and gives.device == self.device)
             room = b""
             if gives is not None and has_room and gives.nbytes <= ROOM_BYTES:
-                room = _bytes(gives).cpu().numpy().tobytes()
+                room = _bytes(torch.empty(gives.shape, dtype=gives.dtype).copy_(gives)).numpy().tobytes()
             gathered = self._raw_gather(mine + room.ljust(ROOM_BYTES, b"\0"), self.timeout)
             headers = [header] * self.size
             if any(raw[:HEADER_BYTES] != mine for raw in gathered):

@@ -151,3 +151,18 @@ def test_a_model_may_reduce_sums_and_maxima_over_ranks_itself():
 
     (whole,) = run(work, 1)
     assert run(work, 3) == pytest.approx([whole] * 3, rel=1e-12)
+
+
+def test_gradients_by_fast_weights_of_a_functional_call_are_those_of_all_rows():
+    def work(comm):
+        task = Task(comm)
+        fast = {name: p.detach().clone().requires_grad_() for name, p in task.model.named_parameters()}
+        out = torch.func.functional_call(task.model, fast, (task.x, task.graph))
+        grads = torch.autograd.grad(task.loss(out), list(fast.values()), allow_unused=True)
+        with torch.no_grad():
+            for parameter, grad in zip(task.model.parameters(), grads):
+                parameter.sub_(0.0 if grad is None else 0.3 * grad)
+        return float(task.loss(task.model(task.x, task.graph)))
+
+    (whole,) = run(work, 1)
+    assert run(work, 3) == pytest.approx([whole] * 3, rel=1e-12)

@@ -78,7 +78,7 @@ class FollowFunctions(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         leaves = [*leaves_of((args, [*kwargs.values()]))]
         if held := [leaf for leaf in leaves if isinstance(leaf, FollowedTensor)]:  # which the model holds
-            for leaf in held:
+            for leaf in [one for one in held if one.plain not in self.follower.marks.rows]:
                 leaf.around.tell(self.follower.marks, leaf.plain)
             args, kwargs = torch_private.tree_map(plain_of, (args, kwargs))
             return self.__torch_function__(func, (), args, kwargs)

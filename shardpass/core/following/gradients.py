@@ -17,7 +17,7 @@ from shardpass.core.following.marks import Marks
 from shardpass.core.following.refusals import Mixture
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import user_line
-from shardpass.core.ranks import RowSet, autograd_leaves, torch_private
+from shardpass.core.ranks import RowSet, autograd_leaves, is_summed_before, torch_private
 
 _LIBRARIES = ("torch", "torch_geometric", "dgl", "shardpass")
 _NOTE = "shardpass"
@@ -166,7 +166,7 @@ def note_gradients(marks: Marks, found: Any, inputs: Iterable[Any], roots: Seque
             continue
         if marks.rows_of(one) is not None:
             marks.copy(grad, one)
-        elif met and of and type(one) is Tensor:
+        elif met and of and type(one) is Tensor and not is_summed_before(one):
             marks.mixtures.add(grad, Mixture("grad", user_line(), of[0], is_sum=True))
         else:
             continue
@@ -181,5 +181,6 @@ def watch_gradients(tensors: Iterable[Tensor], sets: Sequence[RowSet], tell: Cal
         if type(tensor) is not Tensor or not tensor.requires_grad:
             continue
         for leaf in autograd_leaves(tensor):
-            if type(leaf) is Tensor and leaf.is_leaf and not counts.intersection(leaf.shape):
+            is_own = type(leaf) is Tensor and leaf.is_leaf and not is_summed_before(leaf)
+            if is_own and not counts.intersection(leaf.shape):
                 leaf.register_post_accumulate_grad_hook(lambda _: tell())
