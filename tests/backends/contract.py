@@ -83,6 +83,9 @@ def assert_all_gather(comm: Any) -> None:
                 right = values(rank, rows_of(rank), dtype)
                 assert tensor.dtype == dtype and tensor.shape == right.shape and torch.equal(tensor, right)
     assert [int(t) for t in comm.all_gather(torch.tensor(comm.rank))] == list(range(comm.size))
+    for rows in ((1, 500), (500, 0), (102, 103)):  # behind the header, or in a message of their own
+        found = comm.all_gather(torch.full((rows[comm.rank % 2],), float(comm.rank), dtype=torch.float64))
+        assert [t.tolist() for t in found] == [[float(rank)] * rows[rank % 2] for rank in range(comm.size)]
     mine = torch.zeros(2)
     comm.all_gather(mine)[comm.rank].fill_(1)
     assert mine.sum() == 0, "a result is the input itself"

@@ -124,7 +124,12 @@ def test_own_counts_written_into_parameters_are_refused_for_what_they_are():
 def test_the_gradient_of_a_tensor_of_its_own_is_told_to_be_a_share():
     def work(comm):
         task, scale = Task(comm), torch.tensor(1.0).double().requires_grad_()
-        task.loss(task.z * scale).backward()
+        hooks, register = [], scale.register_post_accumulate_grad_hook
+        scale.register_post_accumulate_grad_hook = lambda hook: hooks.append(hook) or register(hook)
+        for _ in range(2):
+            scale.grad = None
+            task.loss(task.model(task.x, task.graph) * scale).backward()
+        assert len(hooks) == (comm.size > 1)  # however often it meets rows
         return float(comm.all_reduce(scale.grad))
 
     (whole,) = run(work, 1)

@@ -21,6 +21,7 @@ from shardpass.core.ranks import RowSet, autograd_leaves, is_summed_before, torc
 
 _LIBRARIES = ("torch", "torch_geometric", "dgl", "shardpass")
 _NOTE = "shardpass"
+_WATCHED = "shardpass_watched"
 Block = Callable[[], Any]
 """Makes a block whose operations are followed."""
 
@@ -182,5 +183,6 @@ def watch_gradients(tensors: Iterable[Tensor], sets: Sequence[RowSet], tell: Cal
             continue
         for leaf in autograd_leaves(tensor):
             is_own = type(leaf) is Tensor and leaf.is_leaf and not is_summed_before(leaf)
-            if is_own and not counts.intersection(leaf.shape):
+            if is_own and not hasattr(leaf, _WATCHED) and not counts.intersection(leaf.shape):
+                setattr(leaf, _WATCHED, True)  # one hook, however often it meets rows
                 leaf.register_post_accumulate_grad_hook(lambda _: tell())
