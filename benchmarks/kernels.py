@@ -114,7 +114,9 @@ class Case:
             "GATv2": (MixedScore("a", "b", 0.2, 0), row, 4 * row),
             "dot": (DotScore("a", "b", self.width**-0.5), 2 * row, 4 * row),
         }
-        for name, (form, forward, backward) in forms.items() if fused.handles(x) else ():
+        for name, (form, forward, backward) in forms.items():
+            if not fused.handles(form, x):
+                continue
             first, second = self._attention(form)
             found[f"attention forward, {name}"], found[f"attention backward, {name}"] = (
                 (first, forward),

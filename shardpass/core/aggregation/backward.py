@@ -198,11 +198,10 @@ class BackwardPhase:
             self.messages[k] = values
         if k == self._last:
             raise StopPass
-        is_global = REDUCERS[op].is_global
+        reducer = REDUCERS[op]
         if k not in self._owner.results.values:
-            shape = (1, 2) if is_global else (self.num_dst,)
-            return values.new_zeros((*shape, *values.shape[1:]))
-        known = self._owner.results.values[k][ONLY if is_global else self._window].detach()
+            return values.new_zeros((*reducer.lead(self.num_dst), *values.shape[1:]))
+        known = self._owner.results.values[k][ONLY if reducer.is_global else self._window].detach()
         if reduction.differentiable and reduction.depth < self._owner.depth:
             known.requires_grad_()
         self.known[k] = known

@@ -166,8 +166,7 @@ class ForwardPhase:
         window = ONLY if REDUCERS[op].is_global else self._window
         if k in self._result.values:
             return self._result.values[k][window]
-        shape = (1, 2) if REDUCERS[op].is_global else (self.num_dst,)
-        answer = values.new_zeros((*shape, *values.shape[1:]))
+        answer = values.new_zeros((*REDUCERS[op].lead(self.num_dst), *values.shape[1:]))
         if reduction.stage == self._stage:
             state = [part[window] for part in self._result.states[k]]
             if reduction.leader is not None:

@@ -96,8 +96,8 @@ def zero_gradients(
         if k in grad_reductions:  # deeper reductions add to those they hang on
             reductions[k] = grad_reductions[k] if alone else grad_reductions[k].clone()
         else:
-            shape = (1, 2) if REDUCERS[reduction.op].is_global else (call.edges.num_dst,)
-            reductions[k] = torch.zeros((*shape, *reduction.tail), dtype=reduction.dtype, device=call.plan.comm.device)
+            shape = *REDUCERS[reduction.op].lead(call.edges.num_dst), *reduction.tail
+            reductions[k] = torch.zeros(shape, dtype=reduction.dtype, device=call.plan.comm.device)
     needed = [key for key in call.keys if key in call.gradients]
     makers = [torch.empty_like if linear and key.side == "src" else torch.zeros_like for key in needed]
     contiguous = torch.contiguous_format

@@ -23,6 +23,7 @@ from shardpass.core.aggregation.call import Call, Operands
 from shardpass.core.aggregation.execute import Part, Pull, Rows, execute
 from shardpass.core.aggregation.gradients import Gradients, is_linear
 from shardpass.core.aggregation.out_edges import OutEdges, count_out_edges
+from shardpass.core.aggregation.scores import ClosedForm
 from shardpass.core.exchange import HaloPlan, Packing, shares_all_rows
 from shardpass.core.kernels import (
     ClosedScores,
@@ -32,10 +33,11 @@ from shardpass.core.kernels import (
     by_source,
     fused,
     gather_sum,
+    shaped,
 )
 from shardpass.core.ranks import digest
 from shardpass.core.sharding import EdgeShards, Shard, Transposes
-from shardpass.core.tracing import Attention, Key, MixedScore, Program, Structure
+from shardpass.core.tracing import Attention, Key, Program, Structure
 
 _OF_DST = "of destination"
 """What scores are made of at a destination."""
@@ -64,8 +66,7 @@ def known_out_edges(plan: HaloPlan, edges: EdgeShards) -> OutEdges | None:
 
 def mix_of(plan: HaloPlan, structure: Structure) -> int:
     """The fingerprint of the tensor that mixes scores, which must be the same on all ranks; 0 without one."""
-    mixes = structure.attention is not None and isinstance(structure.attention.score, MixedScore)
-    if plan.comm.size == 1 or not plan.options.may_pull or not mixes or structure.mix is None:
+    if plan.comm.size == 1 or not plan.options.may_pull or structure.mix is None:
         return 0
     return digest(repr(structure.mix.tolist()))
 
@@ -184,8 +185,8 @@ def pull_attention(
     reached = attention.output in gradients.reached
     log_sum = log_sum.view_as(delta) if reached else torch.full_like(delta, float("inf"))  # all weights are 0
     part = _AttentionAtSources(call, operands, attention, gradients)
-    known = [grad, delta, log_sum, operands[key].reshape(-1, *part.tail)]
-    to_dst = torch.zeros_like(known[-1], memory_format=torch.contiguous_format)
+    known = [grad, delta, log_sum, part.form.of_dst]
+    to_dst = torch.zeros_like(part.form.of_dst)
     own = {_OF_DST: to_dst} if key in gradients else {}
     execute(Pull(call, reverse, edges, dict(zip(part.reads, known)), own), part)
     if reached and any(shard.num_edges for shard in call.edges.shards):
@@ -200,22 +201,17 @@ class _AttentionAtSources(Part):
     reads = ["grad", "delta", "log_sum", _OF_DST]
 
     def __init__(self, call: Call, operands: Operands, attention: Attention, gradients: Gradients) -> None:
-        score, mix, heads = attention.score, call.structure.mix, attention.heads
-        assert score is not None
-        self.score, self.gradients = score, gradients
-        of_source, values = operands.src[score.source], operands.src[attention.value]
-        width = of_source.shape[1:].numel() // heads
-        self.in_one_loop = fused.handles(values, of_source, operands.dst[score.destination], mix)
-        self.tail = heads, width
-        self.of_source = of_source.reshape(-1, *self.tail).contiguous()
-        self.values = values.reshape(-1, heads, values.shape[1:].numel() // heads).contiguous()
-        self.mix = None if mix is None else mix.reshape(self.tail).contiguous()
-        self.mix_shape = None if mix is None else mix.shape
+        assert attention.score is not None
+        self.form, self.gradients = ClosedForm(operands, attention, attention.score, call.structure.mix), gradients
+        self.of_source = shaped(operands.src[attention.score.source], self.form.tail).contiguous()
+        values = operands.src[attention.value]
+        self.values = values.reshape(-1, attention.heads, values.shape[1:].numel() // attention.heads).contiguous()
         self.chunk_edges = chunk_edges(call, attention, operands, in_one_loop=False)
         self.transposes = call.plan.comm.caches.of(Transposes)
-        self._grad_source = self._target(call.canonical[score.source], self.of_source)
+        self._grad_source = self._target(call.canonical[attention.score.source], self.of_source)
         self._grad_values = self._target(call.canonical[attention.value], self.values)
-        self._grad_mix: Tensor | None = None
+        self._grad_mix = self.form.zero_mix()
+        self._ran = False
 
     def _target(self, name: str, like: Tensor) -> Tensor:
         found = self.gradients.src.get(name)
@@ -227,13 +223,12 @@ class _AttentionAtSources(Part):
         outer = Outer(*known)
         if not shard.num_edges or bool((outer.log_sum == float("inf")).all()):
             return
-        if self.mix is not None and self._grad_mix is None:
-            self._grad_mix = torch.zeros_like(self.mix)
-        of = ClosedScores(self.score, self.of_source, of_dst.contiguous(), self.mix, None)
+        self._ran = True
+        of = ClosedScores(self.form.form, self.of_source, of_dst.contiguous(), self.form.mix, None)
         to_dst = into.get(_OF_DST)
         target = torch.zeros_like(of_dst) if to_dst is None else to_dst
         to = ScoreGradients(self._grad_source, target, self._grad_mix)
-        most = max(1, shard.num_edges) if self.in_one_loop else self.chunk_edges
+        most = max(1, shard.num_edges) if self.form.in_one_loop else self.chunk_edges
         lacks_dst = False
         for run in by_destination(shard, most):
             lacks_dst |= fused.adjoint(run, of, self.values, outer, self._grad_values, to)
@@ -243,6 +238,5 @@ class _AttentionAtSources(Part):
 
     def finish(self) -> None:
         """Add the gradient of what mixes scores, as far as it comes from this rank's out-edges."""
-        if self._grad_mix is not None and isinstance(self.score, MixedScore):
-            assert self.mix_shape is not None
-            self.gradients.add_capture(self.score.mix, self._grad_mix.view(self.mix_shape))
+        if self._ran:
+            self.form.add_mix(self._grad_mix, self.gradients)

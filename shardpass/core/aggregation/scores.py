@@ -22,7 +22,7 @@ from shardpass.core.kernels import (
     shaped,
 )
 from shardpass.core.sharding import Shard
-from shardpass.core.tracing import Attention, Base, Key, MixedScore, Score, StopPass
+from shardpass.core.tracing import Attention, Base, Key, Score, StopPass
 from shardpass.errors import InternalError
 
 Rows = dict[str, Tensor]
@@ -71,46 +71,56 @@ def scores_of(call: Call, operands: Operands, attention: Attention) -> Scores:
     form, mix = attention.score, call.structure.mix
     if form is None:
         return _FromMessages(call, operands, attention)
-    return _ClosedForm(operands, attention, form, mix)
+    return ClosedForm(operands, attention, form, mix)
 
 
-class _ClosedForm:
-    """A formula of one source and one destination tensor."""
+class ClosedForm:
+    """A formula of one source and one destination tensor.
 
-    def __init__(self, operands: Operands, attention: Attention, score: Score, mix: Tensor | None) -> None:
-        of_dst = operands.dst[score.destination]
-        width = of_dst.shape[1:].numel() // attention.heads
-        self.in_one_loop = fused.handles(operands.src[attention.value], operands.src[score.source], of_dst, mix)
-        self.score, self.tail, self.key = score, (attention.heads, width), Key("dst", score.destination)
+    Attributes:
+        form: the formula.
+        tail: heads and channels of both tensors.
+        mix: what weighs the channels, ``[heads, channels]``, or `None`.
+        key: of the destination tensor.
+    """
+
+    def __init__(self, operands: Operands, attention: Attention, form: Score, mix: Tensor | None) -> None:
+        of_source, of_dst = operands.src[form.source], operands.dst[form.destination]
+        self.in_one_loop = fused.handles(form, operands.src[attention.value], of_source, of_dst, mix)
+        self.form, self.key = form, Key("dst", form.destination)
+        self.tail = attention.heads, of_dst.shape[1:].numel() // attention.heads
         self.of_dst = shaped(of_dst, self.tail).contiguous()
-        self.mix_shape = torch.Size() if mix is None else mix.shape
         self.mix = None if mix is None else mix.reshape(self.tail).contiguous()
+        self._mix_shape = torch.Size() if mix is None else mix.shape
 
     def accumulate(self, state: SoftmaxState, piece: Piece) -> None:
         fused.accumulate(state, piece.run, self._of(piece), piece.values)
 
     def adjoint(self, piece: Piece, outer: Outer, grad_values: Tensor, into: Rows, gradients: Gradients) -> bool:
-        of = self._of(piece)
-        targets = self._targets(of, into, gradients)
-        lacks_dst = fused.adjoint(piece.run, of, piece.values, outer, grad_values, targets)
-        if targets.mix is not None and isinstance(self.score, MixedScore):
-            gradients.add_capture(self.score.mix, targets.mix.view(self.mix_shape))
+        of, name = self._of(piece), self.form.source
+        source = into[name] if name in into else torch.zeros_like(of.of_source)
+        target = gradients.touch(self.key) if self.key in gradients else torch.zeros_like(self.of_dst)
+        to = ScoreGradients(shaped(source, self.tail), shaped(target, self.tail), self.zero_mix())
+        lacks_dst = fused.adjoint(piece.run, of, piece.values, outer, grad_values, to)
+        self.add_mix(to.mix, gradients)
         return lacks_dst and self.key in gradients
 
     def adjoint_of_dst(self, piece: Piece, outer: Outer, gradients: Gradients) -> None:
         to_dst = shaped(gradients.touch(self.key), self.tail)
         fused.adjoint_of_dst(piece.run, self._of(piece), piece.values, outer, to_dst)
 
-    def _of(self, piece: Piece) -> ClosedScores:
-        of_source = shaped(piece.rows[self.score.source], self.tail).contiguous()
-        return ClosedScores(self.score, of_source, self.of_dst, self.mix, piece.kept)
+    def zero_mix(self) -> Tensor | None:
+        """Where the gradient of `mix` is added."""
+        return None if self.mix is None else torch.zeros_like(self.mix)
 
-    def _targets(self, of: ClosedScores, into: Rows, gradients: Gradients) -> ScoreGradients:
-        score = self.score
-        source = into[score.source] if score.source in into else torch.zeros_like(of.of_source)
-        target = gradients.touch(self.key) if self.key in gradients else torch.zeros_like(self.of_dst)
-        grad_mix = None if self.mix is None else torch.zeros_like(self.mix)
-        return ScoreGradients(shaped(source, self.tail), shaped(target, self.tail), grad_mix)
+    def add_mix(self, found: Tensor | None, gradients: Gradients) -> None:
+        """Add the gradient of `mix`, if there is one, to that of the capture."""
+        if found is not None and self.form.mix is not None:
+            gradients.add_capture(self.form.mix, found.view(self._mix_shape))
+
+    def _of(self, piece: Piece) -> ClosedScores:
+        of_source = shaped(piece.rows[self.form.source], self.tail).contiguous()
+        return ClosedScores(self.form, of_source, self.of_dst, self.mix, piece.kept)
 
 
 class _FromMessages:

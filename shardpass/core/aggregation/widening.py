@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shardpass.core.tracing import Key, MixedScore, Program, Sides, Structure, accumulator_dtype
+from shardpass.core.tracing import Key, Program, Sides, Structure, accumulator_dtype
 
 
 def widened(program: Program, structure: Structure) -> tuple[Sides, Structure]:
@@ -26,7 +26,7 @@ def widened(program: Program, structure: Structure) -> tuple[Sides, Structure]:
         wide = accumulator_dtype(structure.reductions[attention.output].dtype)
         wanted = {Key("src", name): wide for name in structure.sources_of(list(attention.members))}
         wanted[Key("dst", attention.score.destination)] = wide
-        if isinstance(attention.score, MixedScore) and structure.mix is not None:
+        if attention.score.mix is not None and structure.mix is not None:
             captures = list(structure.captures)
             if captures:  # none without gradients
                 captures[attention.score.mix] = captures[attention.score.mix].to(wide)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class Packing:
         self.tails = [tuple(t.shape[1:]) for t in tensors]
         self.computed = [t.dtype for t in tensors]
         self.dtypes = [wire if wire is not None and dtype == torch.float32 else dtype for dtype in self.computed]
-        self.row_bytes = [_numel(tail) * dtype.itemsize for tail, dtype in zip(self.tails, self.dtypes)]
+        self.row_bytes = [prod(tail) * dtype.itemsize for tail, dtype in zip(self.tails, self.dtypes)]
 
     @property
     def layout(self) -> int:
@@ -90,10 +91,3 @@ class Packing:
     def to_computed(self, rows: list[Tensor]) -> list[Tensor]:
         """`rows` as they travel, in the dtypes in which they are computed. No copy where these are the same."""
         return [part.to(dtype) for part, dtype in zip(rows, self.computed)]
-
-
-def _numel(tail: tuple[int, ...]) -> int:
-    count = 1
-    for length in tail:
-        count *= length
-    return count

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardpass.core.kernels.cpu_loops import attention_loops, by_rows, numba_loops_for
 from shardpass.core.kernels.gpu import triton_for
-from shardpass.core.kernels.runs import GIVEN, EdgeRun, Outer, SoftmaxState
+from shardpass.core.kernels.runs import EdgeRun, Outer, SoftmaxState
 
 
 def accumulate(state: SoftmaxState, run: EdgeRun, scores: Tensor, values: Tensor, kept: Tensor | None) -> None:
@@ -32,7 +32,7 @@ def accumulate(state: SoftmaxState, run: EdgeRun, scores: Tensor, values: Tensor
     loops, nothing = attention_loops(), values.new_empty((0, values.size(1))).numpy()
     edges = run.indptr.numpy(), run.src_rows.numpy(), run.bounds.start, run.bounds.stop
     rows, given = values.numpy(), scores.unsqueeze(-1).numpy()
-    scored = GIVEN, given, given[:0], nothing, rows.dtype.type(1)
+    scored = loops.GIVEN, given, given[:0], nothing, rows.dtype.type(1)
     factors, into = nothing if kept is None else kept.numpy(), tuple(part.numpy() for part in state)
     by_rows(run, lambda low, high: loops.attend(edges, scored, rows, factors, low, high, into))
 

@@ -16,15 +16,18 @@ from shardpass.core.kernels.cpu_loops import attention_loops, cut_rows, in_threa
 from shardpass.core.kernels.gpu import triton_for
 from shardpass.core.kernels.runs import ClosedScores, EdgeRun, Outer, RowRun, ScoreGradients, SoftmaxState
 from shardpass.core.kernels.scores import edge_scores, edge_scores_adjoint
+from shardpass.core.tracing import Score
 from shardpass.errors import InternalError
 
 
-def handles(*tensors: Tensor | None) -> bool:
-    """Whether there is a loop for tensors of these dtypes and devices."""
+def handles(form: Score, *tensors: Tensor | None) -> bool:
+    """Whether there is a loop for a formula of tensors of these dtypes and devices."""
     given = [tensor for tensor in tensors if tensor is not None]
-    if triton_for("attention", *given) is not None:
-        return True
-    return numba_loops_for(given[0]) is not None and len({(t.dtype, t.device) for t in given}) == 1
+    triton = triton_for("attention", *given)
+    if triton is not None:
+        return form.kind in triton.KINDS
+    is_alike = len({(t.dtype, t.device) for t in given}) == 1
+    return is_alike and numba_loops_for(given[0]) is not None and form.kind in attention_loops().KINDS
 
 
 def accumulate(state: SoftmaxState, run: RowRun, of: ClosedScores, values: Tensor) -> None:
@@ -33,7 +36,7 @@ def accumulate(state: SoftmaxState, run: RowRun, of: ClosedScores, values: Tenso
     Args:
         values: the rows that are summed, ``[block rows, heads, width]``.
     """
-    if not handles(values, of.of_source, of.of_dst, of.mix):
+    if not handles(of.form, values, of.of_source, of.of_dst, of.mix):
         edges = run.by_destination()
         return attention.accumulate(state, edges, edge_scores(edges, of), values, of.kept)
     values, triton = values.contiguous(), triton_for("attention", values)
@@ -58,7 +61,7 @@ def adjoint(
         whether nothing was added to ``into.of_dst``, so that `adjoint_of_dst` has to go over the same edges. This is so
         where the programs of a GPU would have to add to the same rows, in any order.
     """
-    if not handles(values, of.of_source, of.of_dst, of.mix):
+    if not handles(of.form, values, of.of_source, of.of_dst, of.mix):
         _adjoint_in_steps(run.by_source(), of, values, outer, grad_values, into)
         return False
     values, triton = values.contiguous(), triton_for("attention", values)
@@ -123,4 +126,4 @@ def _arrays_of(run: RowRun, of: ClosedScores, rows: Any) -> tuple[Any, Any, Any]
 def _scored(of: ClosedScores, other: Tensor, own: Tensor, nothing: Any) -> tuple[Any, ...]:
     """What numba's loops compute scores from; see `numba_attention`."""
     mix = nothing if of.mix is None else of.mix.numpy()
-    return of.kind, other.numpy(), own.numpy(), mix, mix.dtype.type(of.number)
+    return attention_loops().KINDS[of.form.kind], other.numpy(), own.numpy(), mix, mix.dtype.type(of.form.number)

@@ -23,8 +23,9 @@ from numba import njit
 from shardpass.core.kernels.numba_exp import exponentials
 from shardpass.core.kernels.numba_loops import SUMS, Array, Edges, add_rows, add_rows_and_dots
 from shardpass.core.kernels.numba_prefetch import AHEAD, prefetch
-from shardpass.core.kernels.runs import ADDITIVE, DOT, GIVEN
 
+GIVEN, ADDITIVE, DOT, MIXED = 0, 1, 2, 3  # where scores come from
+KINDS = {"additive": ADDITIVE, "dot": DOT, "mixed": MIXED}  # by `Score.kind`
 BLOCK = 32  # edges of a row that are taken at a time; a multiple of the lanes of a vector
 Scored = tuple[int, Array, Array, Array, float]  # kind, other, own, mix, factor or slope
 

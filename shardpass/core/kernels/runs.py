@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from shardpass.core.sharding import Chunk, Shard, Transposes, cut
-from shardpass.core.tracing import AdditiveScore, DotScore, Score, accumulator_dtype
+from shardpass.core.tracing import Score, accumulator_dtype
 from shardpass.errors import InternalError
-
-GIVEN, ADDITIVE, DOT, MIXED = 0, 1, 2, 3  # where numba's loops take scores from
 
 
 class EdgeRun(NamedTuple):
@@ -123,16 +121,6 @@ class ClosedScores(NamedTuple):
     of_dst: Tensor
     mix: Tensor | None
     kept: Tensor | None
-
-    @property
-    def number(self) -> float:
-        """The factor of a dot product, or the slope of the other formulas for negative numbers."""
-        return self.form.factor if isinstance(self.form, DotScore) else self.form.slope
-
-    @property
-    def kind(self) -> int:
-        """The number by which numba's loops know the formula."""
-        return ADDITIVE if isinstance(self.form, AdditiveScore) else DOT if isinstance(self.form, DotScore) else MIXED
 
 
 class ScoreGradients(NamedTuple):

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from shardpass.core.kernels.runs import ClosedScores, EdgeRun, ScoreGradients
-from shardpass.core.tracing import DotScore, Score
 
 
 def edge_scores(run: EdgeRun, of: ClosedScores) -> Tensor:
     """The score of each edge and head, ``[edges of the chunk, heads]``."""
     left, right = of.of_source.index_select(0, run.src_rows), of.of_dst.index_select(0, run.dst_rows)
-    return _formula(of.form, left, right, of.mix)
+    return of.form.formula(left, right, of.mix)
 
 
 def edge_scores_adjoint(
@@ -25,17 +24,11 @@ def edge_scores_adjoint(
     with torch.enable_grad():
         left = of.of_source.index_select(0, run.src_rows).requires_grad_()
         right = of.of_dst.index_select(0, run.dst_rows).requires_grad_()
-        leaves = [left, right] + ([] if of.mix is None else [of.mix.detach().requires_grad_()])
-        found = torch.autograd.grad(_formula(of.form, left, right, *leaves[2:]), leaves, weights * relative)
+        mix = None if of.mix is None else of.mix.detach().requires_grad_()
+        leaves = [left, right] + ([] if mix is None else [mix])
+        found = torch.autograd.grad(of.form.formula(left, right, mix), leaves, weights * relative)
     # torch takes four times as long with an int32 index
     into.of_source.index_add_(0, run.src_rows.long(), found[0])
     into.of_dst.index_add_(0, run.dst_rows.long(), found[1])
     if into.mix is not None:
         into.mix.add_(found[2])
-
-
-def _formula(form: Score, left: Tensor, right: Tensor, mix: Tensor | None = None) -> Tensor:
-    if isinstance(form, DotScore):
-        return form.factor * (left * right).sum(-1)
-    slanted = torch.nn.functional.leaky_relu(left + right, form.slope)
-    return slanted.squeeze(-1) if mix is None else (slanted * mix).sum(-1)

@@ -28,8 +28,9 @@ import triton.language as tl
 from torch import Tensor
 
 from shardpass.core.kernels.runs import ClosedScores, EdgeRun, Outer, RowRun, ScoreGradients, SoftmaxState
-from shardpass.core.kernels.triton_scores import GIVEN, kind_of, scores_adjoint, scores_of_tile
-from shardpass.core.kernels.triton_sums import block_of, launch, tile_of
+from shardpass.core.kernels.triton_scores import GIVEN, scores_adjoint, scores_of_tile
+from shardpass.core.kernels.triton_scores import KINDS as KINDS
+from shardpass.core.kernels.triton_sums import block_of, launch, packed, tile_of
 from shardpass.core.tracing import accumulator_dtype
 
 MOST_SUMS = 4096  # programs per head, each of which has a partial sum
@@ -37,13 +38,13 @@ MOST_SUMS = 4096  # programs per head, each of which has a partial sum
 
 def accumulate(state: SoftmaxState, run: EdgeRun, scores: Tensor, values: Tensor, kept: Tensor | None) -> None:
     """See `attention.accumulate`."""
-    _attend(state, run, run.src_rows, (scores, scores, scores, 1, 1.0, GIVEN), values, kept)
+    _attend(state, run, run.src_rows, (scores, scores, None, 1, 1.0, GIVEN), values, kept)
 
 
 def accumulate_closed(state: SoftmaxState, run: RowRun, of: ClosedScores, values: Tensor) -> None:
     """See `fused.accumulate`."""
-    mix, channels = of.of_dst if of.mix is None else of.mix, of.of_dst.size(2)
-    _attend(state, run, run.columns, (of.of_source, of.of_dst, mix, channels, of.number, kind_of(of)), values, of.kept)
+    scores = of.of_source, of.of_dst, of.mix, of.of_dst.size(2), of.form.number, of.form.kind
+    _attend(state, run, run.columns, scores, values, of.kept)
 
 
 def adjoint(
@@ -52,8 +53,8 @@ def adjoint(
     """See `attention.adjoint`."""
     relative, (_, heads, width) = torch.empty_like(weights, memory_format=torch.contiguous_format), values.shape
     start, stop, low, high = run.bounds
-    given = _packed(run.indptr, run.dst_rows, weights, values, weights if kept is None else kept)
-    rows = *_packed(outer.grad, outer.delta), grad_values.view(-1), relative
+    given = packed(run.indptr, run.dst_rows, weights, values, kept)
+    rows = *packed(outer.grad, outer.delta), grad_values.view(-1), relative
     if stop > start and heads:
         arguments = *given, start, stop, low, *rows, heads, width
         launch(_given_adjoint, (high - low, heads), tile_of(width), arguments, values, DROPS=kept is not None)
@@ -103,26 +104,21 @@ def _launch_adjoint(
         more: the arguments of this kernel alone.
     """
     (_, heads, width), channels = values.shape, of.of_source.size(2)
-    mix, kept = (of.of_source if t is None else t for t in (of.mix, of.kept))
-    given = *_packed(run.indptr, run.columns, *rows, mix, values, kept), *run.bounds[:3]
-    known = _packed(outer.log_sum, outer.grad, outer.delta)
+    given = *packed(run.indptr, run.columns, *rows, of.mix, values, of.kept), *run.bounds[:3]
+    known = packed(outer.log_sum, outer.grad, outer.delta)
     launch(
         kernel,
         (count, heads),
         _tile(width, channels),
         (*given, *known, heads, channels, width, *more),
         values,
-        NUMBER=of.number,
-        KIND=kind_of(of),
+        NUMBER=of.form.number,
+        KIND=of.form.kind,
+        HAS_MIX=of.mix is not None,
         DROPS=of.kept is not None,
         BLOCK_S=block_of(channels),
         **constants,
     )
-
-
-def _packed(*tensors: Tensor) -> list[Tensor]:
-    """What kernels read, without gaps. What they write must be a view, since writes to a copy would be lost."""
-    return [tensor.contiguous() for tensor in tensors]
 
 
 def _tile(width: int, channels: int) -> tuple[int, int, int]:
@@ -135,7 +131,7 @@ def _attend(
     state: SoftmaxState,
     run: EdgeRun | RowRun,
     columns: Tensor,
-    scores: tuple[Tensor, Tensor, Tensor, int, float, str],
+    scores: tuple[Tensor, Tensor, Tensor | None, int, float, str],
     values: Tensor,
     kept: Tensor | None,
 ) -> None:
@@ -143,7 +139,7 @@ def _attend(
     (start, stop, low, high), (_, heads, width) = run.bounds, values.shape
     if stop == start or heads == 0:
         return
-    given = _packed(run.indptr, columns, other, own, mix, values, values if kept is None else kept)
+    given = packed(run.indptr, columns, other, own, mix, values, kept)
     launch(
         _attend_rows,
         (high - low, heads),
@@ -152,6 +148,7 @@ def _attend(
         values,
         NUMBER=number,
         KIND=kind,
+        HAS_MIX=mix is not None,
         DROPS=kept is not None,
         BLOCK_S=block_of(channels),
     )
@@ -177,6 +174,7 @@ def _attend_rows(
     width: tl.tensor,
     NUMBER: tl.constexpr,
     KIND: tl.constexpr,
+    HAS_MIX: tl.constexpr,
     DROPS: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -194,7 +192,7 @@ def _attend_rows(
         if KIND != "given":
             mine = tl.load(own + at * channels + s, mask=of_scores, other=0).to(ACC)
             mixed = mine
-            if KIND == "mixed":
+            if HAS_MIX:
                 mixed = tl.load(mix + h * channels + s, mask=of_scores, other=0).to(ACC)
         for begin in range(first, last, BLOCK_E):
             e = tl.arange(0, BLOCK_E).to(tl.int64) + begin
@@ -291,6 +289,7 @@ def _source_adjoint(
     mix_sums: tl.tensor,
     NUMBER: tl.constexpr,
     KIND: tl.constexpr,
+    HAS_MIX: tl.constexpr,
     DROPS: tl.constexpr,
     SAME: tl.constexpr,
     ACC: tl.constexpr,
@@ -301,7 +300,7 @@ def _source_adjoint(
     h, s, c = tl.program_id(1), tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_C)
     of_scores, of_values = s < channels, c < width
     mixed, mix_sum = tl.full([BLOCK_S], 1, ACC), tl.zeros([BLOCK_S], ACC)
-    if KIND == "mixed":
+    if HAS_MIX:
         mixed = tl.load(mix + h * channels + s, mask=of_scores, other=0).to(ACC)
     lowest = low + tl.program_id(0).to(tl.int64)
     for more in range(0, high - lowest, tl.num_programs(0)):
@@ -340,7 +339,7 @@ def _source_adjoint(
                 own_sum += tl.load(to_own, mask=of_scores, other=0).to(ACC)
                 tl.store(to_own, own_sum, mask=of_scores)
             tl.store(to_values, values_sum, mask=of_values)
-    if KIND == "mixed":
+    if HAS_MIX:
         tl.store(mix_sums + (tl.program_id(0).to(tl.int64) * heads + h) * channels + s, mix_sum, mask=of_scores)
 
 
@@ -365,6 +364,7 @@ def _destination_adjoint(
     grad_own: tl.tensor,
     NUMBER: tl.constexpr,
     KIND: tl.constexpr,
+    HAS_MIX: tl.constexpr,
     DROPS: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -381,7 +381,7 @@ def _destination_adjoint(
         outer = tl.load(grad + at * width + c, mask=of_values, other=0).to(ACC)
         base, mean = tl.load(log_sum + at).to(ACC), tl.load(delta + at).to(ACC)
         own_sum, mixed = tl.load(to_own, mask=of_scores, other=0).to(ACC), tl.full([BLOCK_S], 1, ACC)
-        if KIND == "mixed":
+        if HAS_MIX:
             mixed = tl.load(mix + h * channels + s, mask=of_scores, other=0).to(ACC)
         for begin in range(first, last, BLOCK_E):
             e = tl.arange(0, BLOCK_E).to(tl.int64) + begin

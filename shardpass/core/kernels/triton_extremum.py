@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardpass.core.kernels.triton_sums import launch_by_channels
+from shardpass.core.kernels.triton_sums import launch_by_channels, packed
 from shardpass.core.sharding import Shard, Transposes
 from shardpass.core.tracing import State
 
@@ -17,7 +17,7 @@ from shardpass.core.tracing import State
 def gather_extremum(op: str, state: State, shard: Shard, rows: Tensor) -> None:
     """See `kernels.gather_extremum`."""
     best, ties = (part.view(-1) for part in state)  # a view that cannot be made is an error, not a copy
-    given = [t.contiguous() for t in (shard.indptr, shard.src_rows, rows)]
+    given = packed(shard.indptr, shard.src_rows, rows)
     if best.numel() == 0:
         return
     num_channels, sign = rows.shape[1:].numel(), 1 if op == "max" else -1
@@ -29,7 +29,7 @@ def gather_extremum_transposed(
 ) -> None:
     """See `kernels.gather_extremum_transposed`."""
     target, num_channels = out.view(-1), rows.shape[1:].numel()
-    given = [t.contiguous() for t in (*transposes.of(shard)[:2], rows, value, share)]
+    given = packed(*transposes.of(shard)[:2], rows, value, share)
     if target.numel() == 0:
         return
     arguments = target, *given, num_channels

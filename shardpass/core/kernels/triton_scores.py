@@ -8,15 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shardpass.core.kernels.runs import ClosedScores
-from shardpass.core.tracing import DotScore
-
-GIVEN, DOT, SLANTED, MIXED = "given", "dot", "slanted", "mixed"  # where scores come from
-
-
-def kind_of(of: ClosedScores) -> str:
-    """The name by which the kernels know a formula."""
-    return DOT if isinstance(of.form, DotScore) else SLANTED if of.mix is None else MIXED
+GIVEN = "given"  # scores are computed elsewhere
+KINDS = ("additive", "dot", "mixed")  # the formulas below, by `Score.kind`
 
 
 @triton.jit

@@ -46,7 +46,7 @@ def edge_dot(shard: Shard, rows: Tensor, grad: Tensor, heads: int) -> Tensor:
     result, width = rows.new_empty((shard.num_edges, heads)), rows.shape[1:].numel() // heads
     if shard.num_edges == 0 or width == 0:
         return result.zero_()
-    given = *(t.contiguous() for t in (shard.indptr, shard.src_rows, rows, grad)), heads, width
+    given = *packed(shard.indptr, shard.src_rows, rows, grad), heads, width
     launch(_edge_dots, (shard.num_dst, heads), tile_of(min(width, MOST_CHANNELS)), (result, *given), rows)
     return result
 
@@ -56,6 +56,11 @@ def tile_of(width: int) -> tuple[int, int, int]:
     block_c = block_of(width)
     block_e = max(4, min(MOST_EDGES, TILE // block_c))
     return block_e, block_c, max(1, min(16, block_e * block_c // TILE))
+
+
+def packed(first: Tensor, *others: Tensor | None) -> list[Tensor]:
+    """What kernels read, without gaps; `first` for what they will not read. What they write must be a view instead."""
+    return [(first if tensor is None else tensor).contiguous() for tensor in (first, *others)]
 
 
 def block_of(width: int) -> int:
@@ -110,7 +115,7 @@ def _accumulate(
         return
     heads = 1 if weight is None or weight.dim() == 1 else weight.size(1)
     scales = rows if weight is None else weight if weight.dtype in DTYPES else weight.to(rows.dtype)
-    given = (t.contiguous() for t in (indptr, columns, columns if order is None else order, rows, scales))
+    given = packed(indptr, columns, order, rows, scales)
     arguments = target, *given, num_channels, heads, num_channels // heads
     constants = {"FRESH": fresh, "WEIGHTED": weight is not None, "ORDERED": order is not None}
     launch_by_channels(_sum_rows, out.size(0), num_channels, arguments, rows, out, **constants)

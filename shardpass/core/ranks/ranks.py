@@ -32,8 +32,13 @@ class MessageWatch(Protocol):
         """Mean and population variance of `rows` ``[E, channels]`` over the edges of all ranks, ``[2, channels]``."""
         ...
 
-    def first_extremum(self, op: str, values: Tensor, places: Tensor, base: float = 0.0) -> Tensor:
-        """The largest or smallest of `values` ``[E, ...]`` per destination; its gradient goes to the first tie."""
+    def reduced(self, op: str, messages: Tensor, base: float = 0.0) -> Tensor:
+        """`messages` ``[E, ...]`` reduced by destination: ``[num_dst, ...]``.
+
+        Args:
+            op: the name of a reducer; see `REDUCERS`.
+            base: what a destination without a message holds.
+        """
         ...
 
 

@@ -22,17 +22,8 @@ from shardpass.core.tracing.probing import conditions, probe, sample_inputs, str
 from shardpass.core.tracing.program import Inputs, Key, NeedsMessagesError, Program, Side, Sides
 from shardpass.core.tracing.reducers import REDUCERS, Base, Extremum, State, accumulator_dtype, rescale
 from shardpass.core.tracing.rowwise import check_row_wise
-from shardpass.core.tracing.structure import (
-    KERNEL_FORMS,
-    AdditiveScore,
-    Attention,
-    DotScore,
-    Messages,
-    MixedScore,
-    Reduction,
-    Score,
-    Structure,
-)
+from shardpass.core.tracing.scores import AdditiveScore, DotScore, MixedScore, Score
+from shardpass.core.tracing.structure import KERNEL_FORMS, Attention, Messages, Reduction, Structure
 
 __all__ = [
     "HARMLESS_OPS",

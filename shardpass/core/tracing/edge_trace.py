@@ -205,6 +205,11 @@ class EdgeTrace(TorchFunctionMode):
         k, self.count = self.count, self.count + 1
         return self.phase.reduce(k, op, messages, self._index, base)
 
+    def reduced(self, op: str, messages: Tensor, base: float = 0.0) -> Tensor:
+        """See `MessageWatch`: for layers that ask for a reducer by its name, which torch has no scatter for."""
+        with torch_private.DisableTorchFunction():
+            return self.reduce(op, messages, Base(base))
+
     def edge_moments(self, norm: nn.Module, rows: Tensor) -> Tensor:
         """Mean and population variance of `rows` ``[E, channels]`` over all edges of all ranks: ``[2, channels]``.
 
@@ -215,22 +220,6 @@ class EdgeTrace(TorchFunctionMode):
         with torch_private.DisableTorchFunction():
             moments = self.reduce("edge_moments", rows, Base())
             return self._step(Tensor.to, self._step(torch.select, moments, 0, 0), rows.dtype)
-
-    def first_extremum(self, op: str, values: Tensor, places: Tensor, base: float = 0.0) -> Tensor:
-        """The largest or smallest of `values` ``[E, ...]`` per destination: ``[num_dst, ...]``.
-
-        Args:
-            op: ``max`` or ``min``.
-            places: where each edge stands in an order of its destination's edges, ``[E]``. The gradient goes to the
-                first of the tied values.
-            base: what a destination without a message holds.
-        """
-        with torch_private.DisableTorchFunction():
-            dtype = torch.promote_types(values.dtype, torch.float32)
-            places = places.to(dtype).view(-1, *[1] * (values.dim() - 1)).expand_as(values)
-            pair = self._step(torch.stack, [self._step(Tensor.to, values, dtype), places], -1)
-            result = self.reduce(f"first_{op}", pair, Base(base))
-            return self._step(Tensor.to, self._step(torch.select, result, -1, 0), values.dtype)
 
     def is_index(self, value: Any) -> bool:
         """Whether `value` is the destination index or a reshaped copy of it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, prod
 from typing import Literal, NamedTuple
 
 from shardpass.core.tracing.expression import BINARY, DESTINATION, EDGE, SOURCE, UNARY, Expr
@@ -137,7 +137,7 @@ def formula_of(messages: Mapping[int, Expr], ops: Mapping[int, str], rows: Rows,
         messages: what the messages of each reduction are made of.
         ops: ``sum``, ``max`` or ``min``: how they are reduced.
     """
-    width = max(_numel(expr.tail) for expr in messages.values())
+    width = max(prod(expr.tail) for expr in messages.values())
     if width == 0:
         return None
     lines = _Lines(())
@@ -202,10 +202,10 @@ class _Reader:
         return self._places[key]
 
     def _read(self, expr: Expr, repeats: int, is_gathered: bool) -> int:
-        if _numel(expr.tail) * repeats != self.width:
+        if prod(expr.tail) * repeats != self.width:
             raise _NotByChannelError
         if expr.op in _SIDES and not is_gathered:
-            if self.rows[expr.op, expr.args[0]] == _numel(expr.tail):
+            if self.rows[expr.op, expr.args[0]] == prod(expr.tail):
                 return self.lines.add(Leaf(_SIDES[expr.op], name=expr.args[0], repeats=repeats))
         elif expr.op == "reduced" and is_gathered:
             return self.lines.add(Leaf("reduced", number=expr.args[0], repeats=repeats))
@@ -258,8 +258,8 @@ class _Reader:
         Its shape is asked for, since the tail of its expression lacks the first dimension, which is not one of rows.
         """
         number, shape = self.captured.get(arg.args[0], (-1, ()))
-        count = _numel(shape)
-        per_channel = count == _numel(expr.tail) == self.width and _without_ones(shape) == _without_ones(expr.tail)
+        count = prod(shape)
+        per_channel = count == prod(expr.tail) == self.width and _without_ones(shape) == _without_ones(expr.tail)
         if number < 0 or not (count == 1 or per_channel):
             raise _NotByChannelError
         return self.lines.add(Leaf("outside", number=number, repeats=self.width // count))
@@ -267,7 +267,7 @@ class _Reader:
 
 def _ratio(arg: Expr, expr: Expr) -> int:
     """How often each value of an operand stands side by side in the result `expr`."""
-    few, many = _numel(arg.tail), _numel(expr.tail)
+    few, many = prod(arg.tail), prod(expr.tail)
     if few in (many, 1):
         return many // few
     last = next((k for k in range(len(arg.tail)) if arg.tail[k:] == (1,) * (len(arg.tail) - k)), len(arg.tail))
@@ -332,10 +332,3 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _operands(value: Leaf | Step) -> tuple[int, ...]:
     return () if isinstance(value, Leaf) else value.operands
-
-
-def _numel(tail: tuple[int, ...]) -> int:
-    count = 1
-    for size in tail:
-        count *= size
-    return count

@@ -27,7 +27,7 @@ from shardpass.core.tracing.probe_trace import EVERYTHING, Origin, ProbeTrace, S
 from shardpass.core.tracing.program import Inputs, Key, Program
 from shardpass.core.tracing.recognise import GENERAL, Tails, attention_of, extremum_form, leading_maximum, simple_form
 from shardpass.core.tracing.rowwise import unseen_by_checkpoint
-from shardpass.core.tracing.structure import KERNEL_FORMS, Attention, Messages, MixedScore, Reduction, Structure
+from shardpass.core.tracing.structure import KERNEL_FORMS, Attention, Messages, Reduction, Structure
 from shardpass.errors import RefusedError
 
 SAMPLE_EDGES = 16
@@ -182,7 +182,7 @@ def _structure(program: Program, traced: _Traced, needs_grad: Collection[Key], r
     edge_differentiable = result is not None and _differentiable(trace, result, with_gradient)
     captures = tuple(trace.captures.values())
     attention = None if random or is_result else _attention(program, trace, reductions, captures)
-    score = None if attention is None else attention.score
+    mix = None if attention is None or attention.score is None else attention.score.mix
     formula = None if random or is_result or trace.num_drops else _formula(program, trace, reductions, captures)
     return Structure(
         reductions=tuple(reductions),
@@ -199,7 +199,7 @@ def _structure(program: Program, traced: _Traced, needs_grad: Collection[Key], r
         norms=trace.norms,
         message=torch_private.tree_map_only(Tensor, Tensor.detach, message),
         attention=attention,
-        mix=captures[score.mix].detach() if isinstance(score, MixedScore) else None,
+        mix=None if mix is None else captures[mix].detach(),
         reads_values=trace.reads_values,
         maps=trace.linear_maps(),
         unread=_unread(program, traced),

@@ -7,11 +7,13 @@ recognised, a user's own layer as well.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 
-from shardpass.core.tracing.expression import DESTINATION, EDGE, SOURCE, Expr, plain, uncast
-from shardpass.core.tracing.structure import AdditiveScore, Attention, DotScore, Form, MixedScore, Reduction, Score
+from shardpass.core.tracing.expression import EDGE, SOURCE, Expr, plain, uncast
+from shardpass.core.tracing.scores import SCORES
+from shardpass.core.tracing.structure import Attention, Form, Reduction
 
 GENERAL: tuple[Form, str, str] = ("general", "", "")
 Tails = dict[str, tuple[int, ...]]
@@ -29,7 +31,7 @@ def simple_form(expr: Expr, tails: Tails) -> tuple[Form, str, str]:
     if pair is not None:
         copied, weight = pair
         whole = copied.tail == tails[copied.args[0]] == expr.tail
-        if weight.op == EDGE and whole and (_numel(weight.tail) == 1 or _is_per_head(weight.tail, copied.tail)):
+        if weight.op == EDGE and whole and (prod(weight.tail) == 1 or _is_per_head(weight.tail, copied.tail)):
             return "scale", copied.args[0], weight.args[0]
     return GENERAL
 
@@ -93,12 +95,12 @@ def attention_of(
     if pair is None or last.op != "sum" or last.base.value:
         return None
     value, weight = pair
-    heads = _numel(exponential.tail)
+    heads = prod(exponential.tail)
     name = value.args[0]
     if value.tail != tails[name] or expr.tail != value.tail or not value.tail:
         return None
     # the weights of a row: one for each head, the same for all that follows
-    if _numel(weight.tail) != heads or weight.tail[-1:] != (1,) or _numel(value.tail[: len(weight.tail) - 1]) != heads:
+    if prod(weight.tail) != heads or weight.tail[-1:] != (1,) or prod(value.tail[: len(weight.tail) - 1]) != heads:
         return None
     if len(weight.tail) > len(value.tail) or reductions[total].dtype != last.dtype:
         return None
@@ -111,7 +113,7 @@ def attention_of(
     score = uncast(exponential.args[0]).args[0]
     if score.op == "detach" or (reductions[maximum].differentiable and eps > _NO_EPS):
         return None  # the gradient through a maximum cancels without eps only
-    closed = _score(score, heads, captures)
+    closed = next((one for kind in SCORES if (one := kind.of(score, heads, captures)) is not None), None)
     is_cast = any(isinstance(arg, Expr) and arg.op == "cast" for arg in expr.args)
     is_seen = name in reductions[maximum].sources
     if closed is None and (last.dtype not in SOFTMAX_DTYPES or (is_cast and is_seen)):
@@ -137,61 +139,6 @@ def _denominator(weight: Expr, exponential: Expr, total: int) -> float | None:
     return eps if gathered and 0 <= eps <= MAX_EPS else None
 
 
-def _score(score: Expr, heads: int, captures: Sequence[torch.Tensor]) -> Score | None:
-    """The closed form of a score ``[E, heads]``, if it has one."""
-    return _additive(score) or _dot(score, heads) or _mixed(score, heads, captures)
-
-
-def _additive(score: Expr) -> AdditiveScore | None:
-    slanted = _slanted_sum(score)
-    return None if slanted is None else AdditiveScore(*slanted)
-
-
-def _slanted_sum(expr: Expr) -> tuple[str, str, float] | None:
-    """``(source, destination, slope)`` of ``leaky_relu(source + destination)``, or of the sum itself."""
-    slope = 1.0
-    expr = uncast(expr)
-    if expr.op == "leaky_relu":
-        expr, slope = uncast(expr.args[0]), expr.args[1]
-    pair = _pair(expr, "add")
-    return None if pair is None or slope < 0 else (*pair, slope)
-
-
-def _dot(score: Expr, heads: int) -> DotScore | None:
-    factor = 1.0
-    if score.op in ("div", "mul") and isinstance(score.args[1], float):
-        factor = 1 / score.args[1] if score.op == "div" else score.args[1]
-        score = uncast(score.args[0])
-    if score.op != "sum" or _numel(score.args[0].tail[:-1]) != heads:
-        return None
-    pair = _pair(uncast(score.args[0]), "mul")
-    return None if pair is None else DotScore(*pair, factor)
-
-
-def _mixed(score: Expr, heads: int, captures: Sequence[torch.Tensor]) -> MixedScore | None:
-    product = uncast(score.args[0]) if score.op == "sum" else score
-    if product.op != "mul" or _numel(product.tail[:-1]) != heads:
-        return None
-    factors = product.args
-    for first, second in (factors, factors[::-1]):
-        if not isinstance(first, Expr) or not isinstance(second, Expr) or second.op != "outside":
-            continue
-        slanted = _slanted_sum(first)
-        number = next((n for n, tensor in enumerate(captures) if id(tensor) == second.args[0]), None)
-        same_for_all_edges = number is not None and captures[number].numel() == _numel(first.tail)
-        if slanted is not None and number is not None and same_for_all_edges and second.tail == first.tail:
-            return MixedScore(*slanted, number)
-    return None
-
-
-def _pair(expr: Expr, op: str) -> tuple[str, str] | None:
-    """The names of a source and a destination tensor of which `expr` is the elementwise sum or product."""
-    if expr.op != op or not all(isinstance(arg, Expr) and arg.tail == expr.tail for arg in expr.args):
-        return None
-    names = {arg.op: arg.args[0] for arg in map(uncast, expr.args)}
-    return (names[SOURCE], names[DESTINATION]) if set(names) == {SOURCE, DESTINATION} else None
-
-
 def _factors(expr: Expr, op: str) -> tuple[Expr, Expr] | None:
     """``(a, b)`` if `expr` is the product of a leaf a of kind `op` and something else, b."""
     if expr.op != "mul" or not all(isinstance(arg, Expr) for arg in expr.args):
@@ -200,7 +147,3 @@ def _factors(expr: Expr, op: str) -> tuple[Expr, Expr] | None:
     if (first.op == op) == (second.op == op):
         return None
     return (first, second) if first.op == op else (second, first)
-
-
-def _numel(tail: tuple[int, ...]) -> int:
-    return torch.Size(tail).numel()

@@ -45,6 +45,10 @@ class Reducer(ABC):
     name: str
     is_global = False  # one result for all edges of all ranks, instead of one per destination
 
+    def lead(self, num_dst: int) -> tuple[int, ...]:
+        """The shape of the value before the trailing shape of the messages."""
+        return (num_dst,)
+
     @abstractmethod
     def init(self, num_dst: int, tail: Sequence[int], like: Tensor) -> State:
         """The state of `num_dst` destinations that have seen no message."""
@@ -235,6 +239,9 @@ class EdgeMoments(Reducer):
 
     name = "edge_moments"
     is_global = True
+
+    def lead(self, num_dst: int) -> tuple[int, ...]:
+        return 1, 2
 
     def init(self, num_dst: int, tail: Sequence[int], like: Tensor) -> State:
         mean = like.new_zeros((1, *tail), dtype=accumulator_dtype(like.dtype))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shardpass.core.tracing.formula import Formula
 from shardpass.core.tracing.linear_maps import LinearMap
 from shardpass.core.tracing.reducers import Base
+from shardpass.core.tracing.scores import Score
 
 Messages = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 """What a message function returns of some edges: tensors with a row for each."""
@@ -53,37 +54,6 @@ class Reduction:
     form: Form = "general"
     source: str = ""
     weight: str = ""
-
-
-@dataclass(frozen=True)
-class AdditiveScore:
-    """``leaky_relu(source[j] + destination[i], slope)`` of node tensors with a number per head (GATConv)."""
-
-    source: str
-    destination: str
-    slope: float
-
-
-@dataclass(frozen=True)
-class DotScore:
-    """``factor * <destination[i], source[j]>``, head by head (TransformerConv)."""
-
-    source: str
-    destination: str
-    factor: float
-
-
-@dataclass(frozen=True)
-class MixedScore:
-    """``<mix, leaky_relu(source[j] + destination[i], slope)>``, head by head (GATv2Conv). `mix`: which capture."""
-
-    source: str
-    destination: str
-    slope: float
-    mix: int
-
-
-Score = AdditiveScore | DotScore | MixedScore
 
 
 @dataclass(frozen=True)
@@ -129,7 +99,7 @@ class Structure:
         norms: batch norms in the message function, by the number of their reduction.
         message: what the message function returned for the few edges, detached.
         attention: the attention that the whole program is, if it is one.
-        mix: the tensor of its `MixedScore`, detached. `captures` is empty where gradients are off.
+        mix: the tensor that weighs the channels of its scores, detached. `captures` is empty where gradients are off.
         reads_values: Python has read numbers of a tensor made outside, such as a parameter, which may change.
         maps: the linear maps of rows of the ends that can be applied to nodes instead of to edges.
         unread: the inputs on which nothing depends.

@@ -135,7 +135,10 @@ class MessagePassing:
 
         def extremum(messages: Tensor, inputs: Inputs) -> Tensor:
             assert comm.watch is not None
-            return comm.watch.first_extremum(op, messages, inputs.edge[_PLACES], empty)
+            dtype = torch.promote_types(messages.dtype, torch.float32)
+            places = inputs.edge[_PLACES].to(dtype).view(-1, *[1] * (messages.dim() - 1)).expand_as(messages)
+            pairs = torch.stack([messages.to(dtype), places], -1)
+            return comm.watch.reduced(f"first_{op}", pairs, empty).select(-1, 0).to(messages.dtype)
 
         return extremum
 

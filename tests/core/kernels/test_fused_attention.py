@@ -167,9 +167,9 @@ def test_threads_have_sums_of_their_own(name, monkeypatch):
 
 def test_other_dtypes_go_in_steps():
     single, double = torch.ones(2, 2), torch.ones(2, 2, dtype=torch.float64)
-    assert fused.handles(single, single, None) and fused.handles(double)
-    assert not fused.handles(single, double) and not fused.handles(single.bfloat16())
-    assert not fused.handles(torch.ones(2, 2, device="meta"))
+    assert fused.handles(FORMS["dot"], single, single, None) and fused.handles(FORMS["dot"], double)
+    assert not fused.handles(FORMS["dot"], single, double) and not fused.handles(FORMS["dot"], single.bfloat16())
+    assert not fused.handles(FORMS["dot"], torch.ones(2, 2, device="meta"))
 
 
 def test_half_precision_is_summed_in_single_precision():
@@ -246,5 +246,9 @@ def test_infinite_and_undefined_scores_on_triton(triton_device):
 
 def test_dtypes_of_triton(triton_dispatch):
     single = torch.ones(2, 2, device=triton_dispatch)
-    assert fused.handles(single, single, None) and fused.handles(single.bfloat16()) and fused.handles(single.double())
-    assert not fused.handles(single, single.double()) and not fused.handles(single.long())
+    assert (
+        fused.handles(FORMS["dot"], single, single, None)
+        and fused.handles(FORMS["dot"], single.bfloat16())
+        and fused.handles(FORMS["dot"], single.double())
+    )
+    assert not fused.handles(FORMS["dot"], single, single.double()) and not fused.handles(FORMS["dot"], single.long())

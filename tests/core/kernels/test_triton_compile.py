@@ -60,8 +60,9 @@ for sign in (1, -1):
     compiled(triton_extremum._extremum, SIGN=sign)
 compiled(triton_extremum._extremum_adjoint)
 compiled(triton_attention._given_adjoint, DROPS=True)
-for kind, scores in (("given", 1), ("slanted", 1), ("dot", channels), ("mixed", channels)):
-    given = {"NUMBER": 0.2, "KIND": kind, "DROPS": kind != "dot", "BLOCK_S": scores}
+for kind, scores in (("given", 1), ("additive", 1), ("dot", channels), ("mixed", channels)):
+    given = {"NUMBER": 0.2, "KIND": kind, "HAS_MIX": kind == "mixed"}
+    given |= {"DROPS": kind != "dot", "BLOCK_S": scores}
     compiled(triton_attention._attend_rows, **given)
     if kind != "given":
         for same in {False, kind == "mixed"}:
