@@ -27,7 +27,7 @@ from shardpass.core.training import (
     sync_parameters,
     total,
 )
-from shardpass.data import find_nodes, inspect, load, node_names, partition
+from shardpass.data import find_nodes, inspect, load, node_names, partition, shard
 from shardpass.planning.plan import Plan, plan
 from shardpass.planning.sizes import GraphCounts
 
@@ -73,6 +73,7 @@ __all__ = [
     "rows",
     "save_checkpoint",
     "seed",
+    "shard",
     "spawn",
     "sum",
     "sync_gradients",

@@ -1,11 +1,11 @@
-"""`connect` and `spawn`: they have a backend make communicators, and wrap each in the engine's `Ranks`."""
+"""`connect`, `spawn`, `this_process`: a backend makes communicators, which become `Ranks` of the engine."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -93,6 +93,12 @@ def connect(
             f"fresh tensors cost up to a third of an epoch's CPU time: `{export}` before Python starts"
         )
     return Ranks(comm)
+
+
+@cache
+def this_process() -> Ranks:
+    """The ranks of a run of this process alone, for graphs and models that were given none: always the same."""
+    return Ranks(backends.connect("local"))
 
 
 def spawn(

@@ -71,15 +71,18 @@ LAYERS: dict[str, Layer] = {
     "core": Layer(()),
     "backends": Layer(("shardpass.errors", "shardpass.backends"), lazy=words("mpi4py")),
     "data": Layer(
-        (*CORE, "shardpass.data"),
+        (*CORE, "shardpass.connection", "shardpass.data"),
         lazy=words("kaminpar pymetis torch_geometric pyarrow duckdb pandas ogb"),
     ),
     "data/streaming": Layer((*CORE, "shardpass.data"), third_party=words("numba")),
     "frontends/pyg": Layer(
-        (*CORE, "shardpass.testing", "shardpass.frontends.pyg"), third_party=words("torch_geometric")
+        (*CORE, "shardpass.connection", "shardpass.testing", "shardpass.frontends.pyg"),
+        third_party=words("torch_geometric"),
     ),
     "frontends/dgl": Layer(
-        (*CORE, "shardpass.testing", "shardpass.frontends.dgl"), third_party=words("dgl"), lazy=words("networkx")
+        (*CORE, "shardpass.connection", "shardpass.testing", "shardpass.frontends.dgl"),
+        third_party=words("dgl"),
+        lazy=words("networkx"),
     ),
     "frontends/sar": Layer(
         (

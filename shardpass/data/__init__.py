@@ -20,6 +20,7 @@ from shardpass.data.readers import (
     stream_ogb,
     stream_tables,
 )
+from shardpass.data.shard import shard
 from shardpass.data.store import Store, open_store
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "parts_of_rank",
     "read",
     "read_edge_list",
+    "shard",
     "stream_edge_list",
     "stream_files",
     "stream_ogb",
