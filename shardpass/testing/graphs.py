@@ -10,7 +10,7 @@ from torch import Tensor
 from shardpass.core.graphs import ShardedGraph
 from shardpass.core.ranks import Options, Ranks
 from shardpass.core.sharding import EDGE, NODE
-from shardpass.testing.hetero import WholeHeteroGraph, shard_as
+from shardpass.testing.hetero import WholeHeteroGraph, sharded
 
 
 @dataclass
@@ -63,4 +63,4 @@ def assignments(num_nodes: int, ranks: int, edge_index: Tensor) -> dict[str, Ten
 
 def shard_in_memory(graph: WholeGraph, owners: Tensor, comm: Ranks, options: Options | None = None) -> ShardedGraph:
     """This rank's share of `graph`, node i owned by rank ``owners[i]``. Collective, with the same arguments."""
-    return shard_as(ShardedGraph, graph.by_type(), {NODE: owners}, comm, options or Options())
+    return sharded(graph.by_type(), {NODE: owners}, comm, options)

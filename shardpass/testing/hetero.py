@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from shardpass.core.exchange import node_set
-from shardpass.core.graphs import OwnFields, ShardedGraph, ShardedHeteroGraph, build_relation, row_of_last
+from shardpass.core.graphs import ShardedGraph, ShardedHeteroGraph
 from shardpass.core.ranks import Options, Ranks
-from shardpass.core.sharding import EdgeType, NodeType, Ownership
-
-Graph = TypeVar("Graph", bound=ShardedGraph)
+from shardpass.core.sharding import EdgeType, NodeType
+from shardpass.data import EdgeArrays, RawGraph
+from shardpass.data.shard import shard_raw
 
 
 @dataclass
@@ -84,40 +82,15 @@ def shard_hetero_in_memory(
     graph: WholeHeteroGraph, owners: dict[NodeType, Tensor], comm: Ranks, options: Options | None = None
 ) -> ShardedHeteroGraph:
     """This rank's share of `graph`, node i of a type owned by rank ``owners[type][i]``. Collective, same arguments."""
-    return shard_as(ShardedHeteroGraph, graph, owners, comm, options or Options())
+    found = sharded(graph, owners, comm, options)
+    assert isinstance(found, ShardedHeteroGraph)
+    return found
 
 
-def shard_as(
-    kind_of_graph: type[Graph],
-    graph: WholeHeteroGraph,
-    owners: dict[NodeType, Tensor],
-    comm: Ranks,
-    options: Options,
-) -> Graph:
-    """As `shard_hetero_in_memory`; a `ShardedGraph` is made of a graph with the types `NODE` and `EDGE` alone."""
-    ownership, node_ids, new_ids, fields = {}, {}, {}, {}
-    for kind, owner in owners.items():
-        order = torch.argsort(owner, stable=True)
-        ownership[kind] = Ownership.from_counts(torch.bincount(owner, minlength=comm.size).tolist())
-        new_ids[kind] = torch.empty_like(order)
-        new_ids[kind][order] = torch.arange(order.numel())
-        first, last = ownership[kind].offsets[comm.rank : comm.rank + 2]
-        node_ids[kind] = order[first:last]
-        own = {name: t[node_ids[kind]] for name, t in graph.node.get(kind, {}).items()}
-        fields[kind] = OwnFields(own, comm, node_set(kind, node_ids[kind].numel()), lambda rows: rows)
-    relations = {}
-    for edge_type, edges in graph.edges.items():
-        src, _, dst = edge_type
-        edge_ids = (owners[dst][edges[1]] == comm.rank).nonzero().view(-1)
-        own = {name: t[edge_ids] for name, t in graph.edge.get(edge_type, {}).items()}
-        dst_rows = new_ids[dst][edges[1, edge_ids]] - ownership[dst].offsets[comm.rank]
-        num_dst = ownership[dst].num_own(comm.rank)
-        ends = (src, dst) if issubclass(kind_of_graph, ShardedHeteroGraph) else None
-        last_node = row_of_last(node_ids[src], len(owners[src])) if src == dst else None
-        src_ids = new_ids[src][edges[0, edge_ids]]
-        relations[edge_type] = build_relation(
-            comm, ownership[src], src_ids, dst_rows, num_dst, edge_ids, own, options, ends, last_node
-        )
-    classes = {kind: int(own["y"].max()) + 1 for kind, own in graph.node.items() if "y" in own}
-    totals = {kind: edges.size(1) for kind, edges in graph.edges.items()}
-    return kind_of_graph(comm, options, ownership, node_ids, fields, relations, total_edges=totals, num_classes=classes)
+def sharded(
+    graph: WholeHeteroGraph, owners: dict[NodeType, Tensor], comm: Ranks, options: Options | None
+) -> ShardedGraph:
+    """As `shard_hetero_in_memory`; a `ShardedGraph` where the types are `NODE` and `EDGE` alone."""
+    edges = {kind: EdgeArrays(*ends) for kind, ends in graph.edges.items()}
+    raw = RawGraph(graph.num_nodes, edges, graph.node, graph.edge).validate()
+    return shard_raw(raw, owners, comm, options or Options())

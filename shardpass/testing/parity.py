@@ -15,7 +15,7 @@ from shardpass.core.ranks import Options, Ranks
 from shardpass.core.sharding import EDGE, NODE, NodeType
 from shardpass.core.training import sync_gradients
 from shardpass.testing.graphs import WholeGraph
-from shardpass.testing.hetero import WholeHeteroGraph, shard_as
+from shardpass.testing.hetero import WholeHeteroGraph, sharded
 from shardpass.testing.run import run
 
 Tensors = dict[Any, dict[str, Tensor]]
@@ -82,10 +82,10 @@ def evaluate_sharded(
 
     def work(comm: Ranks) -> tuple[Any, ...]:
         mine = wrap(copy.deepcopy(model), comm)
-        sharded = shard_as(ShardedHeteroGraph if has_types else ShardedGraph, typed, owners, comm, options)
-        fields, ids = _own(sharded)
-        outputs = _called(call, mine, fields, sharded)
-        rows = ids if has_types else {"": _rows_of(outputs[""], sharded)}
+        share = sharded(typed, owners, comm, options)
+        fields, ids = _own(share)
+        outputs = _called(call, mine, fields, share)
+        rows = ids if has_types else {"": _rows_of(outputs[""], share)}
         losses = [(outputs[kind] * cotangents[kind][rows[kind]]).sum() for kind in cotangents]
         torch.stack(losses).sum().backward()
         sync_gradients(mine, comm)  # if it is not wrapped
