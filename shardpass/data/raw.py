@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType
+from shardpass.core.sharding import EDGE, HOST, NODE, EdgeType, NodeType
 from shardpass.data.file_rows import FileRows, blocks
 from shardpass.data.rows import Field, as_field, as_tensor
 
@@ -94,12 +94,12 @@ class RawGraph:
         """The number of edges of each edge type."""
         return {edge_type: len(arrays.src) for edge_type, arrays in self.edges.items()}
 
-    def validate(self, share: Callable[[int], range] = range) -> RawGraph:
+    def validate(self, share: Callable[[int], range] = range, device: torch.device | None = HOST) -> RawGraph:
         """The same graph, checked, with torch tensors for all arrays. Memory is shared where that is possible.
 
-        The ends of the edges become int32 or int64 tensors on the CPU, or stay in their files. Every node type has an
-        entry in `node_fields`, and every edge type one in `edge_fields`. Given the number of rows of an array in a
-        file, `share` says of which of them the ids are checked.
+        The ends of the edges become int32 or int64 tensors on `device` (`None`: where they are), or stay in their
+        files. Every node type has an entry in `node_fields`, and every edge type one in `edge_fields`. Given the number
+        of rows of an array in a file, `share` says of which of them the ids are checked.
         """
         for node_type, count in self.num_nodes.items():
             _check_name(node_type)
@@ -117,7 +117,7 @@ class RawGraph:
                     f"nodes of type {kind!r} have {len(names)} names; expected {self.num_nodes[kind]}, one for each"
                 )
         graph_fields = {name: _checked_graph_field(name, value) for name, value in self.graph_fields.items()}
-        checked = {kind: self._checked_edges(kind, arrays, share) for kind, arrays in self.edges.items()}
+        checked = {kind: self._checked_edges(kind, arrays, share, device) for kind, arrays in self.edges.items()}
         node_fields = {
             kind: _checked_fields(self.node_fields.get(kind, {}), count, f"nodes of type {kind!r}")
             for kind, count in self.num_nodes.items()
@@ -148,7 +148,9 @@ class RawGraph:
                 check_ids(ids, self.num_nodes[end], f"ids of {end!r} in {name!r} of {kind}")
         return checked
 
-    def _checked_edges(self, kind: EdgeType, arrays: EdgeArrays, share: Callable[[int], range]) -> EdgeArrays:
+    def _checked_edges(
+        self, kind: EdgeType, arrays: EdgeArrays, share: Callable[[int], range], device: torch.device | None
+    ) -> EdgeArrays:
         if not (isinstance(kind, tuple) and len(kind) == 3):
             raise ValueError(f"edge type {kind!r}: expected (source type, relation, destination type)")
         for name in kind:
@@ -156,8 +158,10 @@ class RawGraph:
         for end in (kind[0], kind[2]):
             if end not in self.num_nodes:
                 raise ValueError(f"edge type {kind}: {end!r} is not a node type of this graph: {list(self.num_nodes)}")
-        src = check_ids(arrays.src, self.num_nodes[kind[0]], f"source ids of edges {kind}", share=share)
-        dst = check_ids(arrays.dst, self.num_nodes[kind[2]], f"destination ids of edges {kind}", share=share)
+        src = check_ids(arrays.src, self.num_nodes[kind[0]], f"source ids of edges {kind}", share=share, device=device)
+        dst = check_ids(
+            arrays.dst, self.num_nodes[kind[2]], f"destination ids of edges {kind}", share=share, device=device
+        )
         if len(src) != len(dst):
             raise ValueError(f"edges {kind}: {len(src)} sources and {len(dst)} destinations; expected as many of both")
         return EdgeArrays(src, dst)
@@ -173,14 +177,16 @@ def _check_name(name: Any) -> None:
 
 
 def check_ids(
-    values: Any, count: int, what: str, counted: str = "nodes", share: Callable[[int], range] = range
-) -> Tensor | FileRows:
+    values: Any, count: int, what: str, counted: str = "nodes", share: Callable[[int], range] = range,
+    device: torch.device | None = HOST,
+) -> Tensor | FileRows:  # fmt: skip
     """The values as int32 or int64, [n], or in their file, after each has been found to be in `[0, count)`."""
     ends: Tensor | FileRows
     if isinstance(values, FileRows):
         ends, what = values, f"{values.name}: {what}"
     else:
-        ends = as_tensor(values, what).cpu()
+        ends = as_tensor(values, what)
+        ends = ends if device is None else ends.to(device)
         if ends.numel() == 0 and ends.dim() <= 1:
             return ends.reshape(-1).long()  # an empty list has no integer type of its own
     if len(ends.shape) != 1:

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from shardpass.connection import this_process
 from shardpass.core.exchange import node_set
-from shardpass.core.graphs import OwnFields, Relation, ShardedGraph, ShardedHeteroGraph, build_relation, row_of_last
+from shardpass.core.graphs import OwnFields, Relation, ShardedGraph, ShardedHeteroGraph, relation_of, row_of_last
 from shardpass.core.ranks import Options, Ranks, agree, digest, ordinary_tensors, require_ranks, tensor_digest
-from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType, Ownership
+from shardpass.core.sharding import EDGE, HOST, NODE, EdgeType, NodeType, Ownership, edges_by_owner
 from shardpass.data.file_rows import FileRows
 from shardpass.data.raw import EdgeArrays, RawGraph
 from shardpass.data.readers.dispatch import read
-from shardpass.data.rows import Field, take_rows
+from shardpass.data.rows import SIGNED_TWIN, Field, take_rows
 from shardpass.errors import DivergenceError
 
 By = Literal["range", "space"]
@@ -61,12 +61,14 @@ def shard(
 def _sharded(data: Any, comm: Ranks, parts: Any, by: By, options: Options, drop: Collection[str]) -> ShardedGraph:
     raw, owners, problem = None, None, None
     try:
-        raw = read(data, drop=tuple(drop))
+        raw = read(data, drop=tuple(drop), device=None)
         owners = {kind: _owner(parts, kind, count, comm.size) for kind, count in raw.num_nodes.items()}
     except (ValueError, TypeError) as error:
         problem = error
     _agree(comm, options, raw, owners, problem)
     assert raw is not None and owners is not None  # what failed has been raised
+    if comm is this_process():
+        comm.move_to(next((ends.src.device for ends in raw.edges.values()), HOST))
     return shard_raw(raw, owners, comm, options)
 
 
@@ -77,28 +79,35 @@ class _Placed(NamedTuple):
         ownership: of their new numbers.
         ids: the original numbers of own nodes, ascending.
         new: the new number of each node, or `None` where it is the original one.
-        owner: the rank of each node, or `None` as well.
     """
 
     ownership: Ownership
     ids: Tensor
     new: Tensor | None
-    owner: Tensor | None
 
     def new_of(self, ids: Tensor) -> Tensor:
-        """The new numbers of nodes."""
-        return ids if self.new is None else self.new[ids]
+        """The new numbers of nodes, int64."""
+        return ids.long() if self.new is None else self.new[ids.long()]
 
 
 def _placed(owner: Tensor | None, count: int, comm: Ranks) -> _Placed:
-    if owner is None:
+    if owner is None or comm.size == 1:
         ownership = Ownership(tuple(count * rank // comm.size for rank in range(comm.size + 1)))
-        return _Placed(ownership, torch.arange(*ownership.offsets[comm.rank : comm.rank + 2]), None, None)
+        return _Placed(ownership, torch.arange(*ownership.offsets[comm.rank : comm.rank + 2]), None)
+    owner = owner.to(comm.device)
     order = torch.argsort(owner, stable=True)
     ownership = Ownership.from_counts(torch.bincount(owner, minlength=comm.size).tolist())
     new = torch.empty_like(order)
-    new[order] = torch.arange(order.numel())
-    return _Placed(ownership, order[slice(*ownership.offsets[comm.rank : comm.rank + 2])], new, owner)
+    new[order] = torch.arange(order.numel(), device=order.device)
+    return _Placed(ownership, order[slice(*ownership.offsets[comm.rank : comm.rank + 2])], new)
+
+
+def _taken(rows: Field, ids: Tensor | None, device: torch.device) -> Tensor:
+    """The rows `ids` of a field, dense; `None` takes all, which are not copied if they are dense and on `device`."""
+    is_plain = isinstance(rows, Tensor) and rows.layout is torch.strided and rows.dtype not in SIGNED_TWIN
+    if is_plain and isinstance(rows, Tensor):
+        return rows.to(device) if ids is None else rows.index_select(0, ids.to(rows.device)).to(device)
+    return take_rows(rows, torch.arange(rows.shape[0]) if ids is None else ids.cpu()).to(device)
 
 
 def shard_raw(raw: RawGraph, owners: Mapping[NodeType, Tensor | None], comm: Ranks, options: Options) -> ShardedGraph:
@@ -110,7 +119,8 @@ def shard_raw(raw: RawGraph, owners: Mapping[NodeType, Tensor | None], comm: Ran
     nodes = {kind: _placed(owners[kind], count, comm) for kind, count in raw.num_nodes.items()}
     fields = {}
     for kind, placed in nodes.items():
-        own = {name: take_rows(rows, placed.ids) for name, rows in raw.node_fields.get(kind, {}).items()}
+        ids = None if comm.size == 1 else placed.ids
+        own = {name: _taken(rows, ids, comm.device) for name, rows in raw.node_fields.get(kind, {}).items()}
         fields[kind] = OwnFields(own, comm, node_set(kind, placed.ids.numel()))
     relations = {kind: _relation(raw, kind, ends, nodes, comm, options) for kind, ends in raw.edges.items()}
     is_homogeneous = list(nodes) == [NODE] and list(relations) == [EDGE]
@@ -130,13 +140,22 @@ def _relation(
     """The edges that end in own nodes."""
     source, target = nodes[kind[0]], nodes[kind[2]]
     first, last = target.ownership.offsets[comm.rank : comm.rank + 2]
-    rows = target.new_of(ends.dst) - first
-    edge_ids = ((rows >= 0) & (rows < last - first)).nonzero().view(-1)
-    fields = {name: take_rows(some, edge_ids) for name, some in raw.edge_fields.get(kind, {}).items()}
+    src, rows = ends.src.to(comm.device), target.new_of(ends.dst.to(comm.device)) - first
+    own = None if comm.size == 1 else ((rows >= 0) & (rows < last - first)).nonzero().view(-1)
+    src, rows = (src, rows) if own is None else (src[own], rows[own])
+    fields = {name: _taken(some, own, comm.device) for name, some in raw.edge_fields.get(kind, {}).items()}
     last_node = row_of_last(source.ids, source.ownership.num_total) if kind[0] == kind[2] else None
-    return build_relation(
-        comm, source.ownership, source.new_of(ends.src[edge_ids]), rows[edge_ids], last - first, edge_ids, fields,
-        options, (kind[0], kind[2]), last_node,
+    device = HOST if options.stream_structure else comm.device
+    owners, order = edges_by_owner(
+        source.ownership, comm.rank, source.new_of(src).to(device), rows.to(device), last - first
+    )
+
+    def edge_ids() -> Tensor:
+        return torch.arange(len(rows), device=comm.device) if own is None else own
+
+    return relation_of(
+        comm, owners, source.ownership.num_own(comm.rank), last - first, edge_ids, fields, options,
+        (kind[0], kind[2]), order, last_node,
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from shardpass.core.graphs.given import GivenFields, LoadedGraphs
 from shardpass.core.graphs.misread import NOT_WRAPPED, refuse_ambiguous, refuse_of_dgl
 from shardpass.core.graphs.relation import OwnFields, Relation
 from shardpass.core.graphs.tables import TableWriter
+from shardpass.core.graphs.whole import WholeOrder
 from shardpass.core.ranks import Options, Ranks, RowSet, takes_followed
 from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType, Ownership
 from shardpass.errors import RefusedError
@@ -54,6 +55,7 @@ class ShardedGraph:
         self.relations, self._tables = relations, tables
         self._node_ids, self._node_fields = node_ids, node_fields
         self._batch: BatchIndex | None = None
+        self._orders: dict[NodeType | EdgeType | None, WholeOrder] = {}
         self.assigned: dict[str, Any] = {}
         """What models have assigned, as in ``data.x = h``: it stays on the graph, as on PyG's ``data``."""
         self.graph_fields: dict[str, Any] = {}
@@ -291,6 +293,40 @@ class ShardedGraph:
     def edge_ids(self) -> Tensor:
         """Original position of each own edge, ``[num_own_edges]`` int64."""
         return self.relation.edge_ids
+
+    def own(self, rows: Tensor, of: NodeType | EdgeType | None = None) -> Tensor:
+        """This rank's rows of a tensor of the whole graph: ``[num_own, ...]`` of ``[num, ...]``. Differentiable.
+
+        Args:
+            rows: a row for each node or edge, in the order that the graph had before it was sharded.
+            of: the type of the nodes or edges. `None` is for graphs of one node type, ``"edges"`` for those of one edge
+                type.
+        """
+        return self._order(of).own(rows)
+
+    def whole(self, rows: Tensor, of: NodeType | EdgeType | None = None) -> Tensor:
+        """The rows of all ranks, in the order that the graph had before it was sharded: ``[num, ...]``. Collective.
+
+        Every rank gets them, so they must fit its memory. Differentiable: a row's gradient is summed over ranks.
+
+        Args:
+            rows: a row for each own node or edge; trailing shape and dtype are the same on every rank.
+            of: as in `own`.
+        """
+        return self._order(of).whole(rows)
+
+    def _order(self, of: NodeType | EdgeType | None) -> WholeOrder:
+        if of == "edges" and len(self.relations) == 1:
+            (of,) = self.relations
+        if of not in self._orders:
+            if isinstance(of, tuple):
+                if of not in self.relations:
+                    raise ValueError(f"of={of!r}; expected one of the edge types of this graph: {self.edge_types}")
+                rows = self.relations[of].edge_ids, self._total_edges[of], "edges"
+            else:
+                rows = *self.ids_of(of), "nodes"
+            self._orders[of] = WholeOrder(self.comm, *rows)
+        return self._orders[of]
 
     def fields_of(self, node_type: NodeType) -> OwnFields:
         """Every stored field of the nodes of a type, own rows."""

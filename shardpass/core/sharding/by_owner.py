@@ -44,14 +44,15 @@ def edges_by_owner(
         num_dst: destination rows of this rank.
     """
     owner = sources.owner_of(src_ids)
-    order = torch.argsort(dst_rows, stable=True)
-    order = order[torch.argsort(owner[order], stable=True)]
+    order = torch.argsort(owner * num_dst + dst_rows, stable=True)
     found = []
     for peer, edges in enumerate(order.split(torch.bincount(owner, minlength=sources.num_ranks).tolist())):
         src_rows = src_ids[edges] - sources.offsets[peer]
         needed = src_rows[:0]
         if peer != rank:
-            needed, src_rows = torch.unique(src_rows, return_inverse=True)
+            is_needed = torch.zeros(sources.num_own(peer), dtype=torch.bool, device=src_ids.device)
+            is_needed[src_rows] = True
+            needed, src_rows = is_needed.nonzero().view(-1), running(is_needed)[src_rows]
         indptr = torch.zeros(num_dst + 1, dtype=torch.int64, device=src_ids.device)
         torch.cumsum(torch.bincount(dst_rows[edges], minlength=num_dst), 0, out=indptr[1:])
         num_rows = sources.num_own(rank) if peer == rank else needed.numel()

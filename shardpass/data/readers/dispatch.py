@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shardpass.core.sharding import HOST
 from shardpass.data.raw import RawGraph
 from shardpass.data.readers.dgl import is_dgl, read_dgl
 from shardpass.data.readers.dgl_partitions import read_dgl_partition
@@ -26,7 +27,9 @@ _KNOWN = (
 )
 
 
-def read(data: Any, *, drop: Sequence[str] = (), node_id: str | None = None) -> RawGraph:
+def read(
+    data: Any, *, drop: Sequence[str] = (), node_id: str | None = None, device: torch.device | None = HOST
+) -> RawGraph:
     """The graph in `data`, checked, with its original node ids and edge order.
 
     Args:
@@ -36,6 +39,7 @@ def read(data: Any, *, drop: Sequence[str] = (), node_id: str | None = None) -> 
         drop: names of fields to leave out.
         node_id: the node field that holds your own ids, such as the list `name` of a `Data`: strings or any integers.
             They become the `names` of the graph.
+        device: where the ends of edges are to be; `None` leaves them where they are.
 
     Raises:
         ValueError, TypeError: what is wrong with the data: what was found, what is expected, what to do.
@@ -50,7 +54,7 @@ def read(data: Any, *, drop: Sequence[str] = (), node_id: str | None = None) -> 
             edge_fields={kind: _without(fields, drop) for kind, fields in graph.edge_fields.items()},
             graph_fields=_without(graph.graph_fields, drop),
         )
-    return graph.validate()
+    return graph.validate(device=device)
 
 
 def stream_files(data: Any, drop: Sequence[str] = ()) -> GraphFiles | None:

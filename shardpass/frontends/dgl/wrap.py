@@ -10,6 +10,7 @@ from typing import Any
 from dgl import DGLError, DGLGraph
 from torch import nn
 
+from shardpass.connection import this_process
 from shardpass.core.following import FollowRows
 from shardpass.core.graphs import ShardedGraph
 from shardpass.core.memory import Checkpoint, check_choice
@@ -32,7 +33,7 @@ from shardpass.frontends.dgl.layers import adapt
 from shardpass.frontends.dgl.refusals import refuse_unsupported
 
 
-def wrap(model: nn.Module, comm: Ranks, check: bool = True, checkpoint: Checkpoint = None) -> nn.Module:
+def wrap(model: nn.Module, comm: Ranks | None = None, check: bool = True, checkpoint: Checkpoint = None) -> nn.Module:
     """`model`, ready to be called with a sharded graph where its DGLGraph went. Changed in place. Collective.
 
     The graph may be what `shardpass.load` returns or what `shardpass.dgl.graph` made of it. Parameters and buffers are
@@ -41,7 +42,7 @@ def wrap(model: nn.Module, comm: Ranks, check: bool = True, checkpoint: Checkpoi
 
     Args:
         model: any DGL model; every rank must pass the same one.
-        comm: the ranks that share the graph.
+        comm: the ranks that share the graph. `None` is this process alone.
         check: in the first calls and some later ones, follow the rows of nodes and edges through the operations of the
             model, and refuse the first one that puts rows together (see `shardpass.core.following`).
         checkpoint: ``"activations"`` computes norms, activations, dropout and sums between layers that pass messages
@@ -53,6 +54,7 @@ def wrap(model: nn.Module, comm: Ranks, check: bool = True, checkpoint: Checkpoi
             ranks that are threads pass one model object.
         ValueError: ranks passed different models (on every rank); `checkpoint` is neither None nor ``"activations"``.
     """
+    comm = this_process() if comm is None else comm
     check_choice(checkpoint)
     if is_wrapped(model, comm):
         return model

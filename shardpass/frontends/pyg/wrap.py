@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch_geometric.nn.conv import MessagePassing
 
+from shardpass.connection import this_process
 from shardpass.core.following import is_called_by
 from shardpass.core.graphs import GraphArgument, ShardedEdgeIndex, ShardedGraph, ShardedHeteroGraph
 from shardpass.core.memory import Checkpoint, check_choice
@@ -50,7 +51,7 @@ from shardpass.frontends.pyg.refusals import (
 from shardpass.frontends.pyg.relations import join_relations
 
 
-def wrap(model: nn.Module, comm: Ranks, check: bool = True, checkpoint: Checkpoint = None) -> nn.Module:
+def wrap(model: nn.Module, comm: Ranks | None = None, check: bool = True, checkpoint: Checkpoint = None) -> nn.Module:
     """`model`, ready to be called with a `ShardedGraph` where ``edge_index`` went. Changed in place. Collective.
 
     Rank 0 broadcasts its parameters and buffers. From then on the engine passes the messages, norms use the statistics
@@ -59,7 +60,7 @@ def wrap(model: nn.Module, comm: Ranks, check: bool = True, checkpoint: Checkpoi
 
     Args:
         model: any PyG model; every rank must pass the same one.
-        comm: the ranks that share the graph.
+        comm: the ranks that share the graph. `None` is this process alone.
         check: in the first calls and some later ones, follow the rows of nodes and edges through the operations of the
             model, and refuse the first one that puts rows together (see `shardpass.core.following`).
         checkpoint: with ``"activations"``, backward computes norms, activations, dropout and sums between layers that
@@ -71,6 +72,7 @@ def wrap(model: nn.Module, comm: Ranks, check: bool = True, checkpoint: Checkpoi
             ranks that are threads pass the same model object. A call raises it where the check refuses an operation.
         ValueError: ranks passed different models (on every rank); `checkpoint` is neither `None` nor ``"activations"``.
     """
+    comm = this_process() if comm is None else comm
     check_choice(checkpoint)
     if is_wrapped(model, comm):
         return model
