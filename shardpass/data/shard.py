@@ -11,8 +11,8 @@ from torch import Tensor
 from shardpass.connection import this_process
 from shardpass.core.exchange import node_set
 from shardpass.core.graphs import OwnFields, Relation, ShardedGraph, ShardedHeteroGraph, relation_of, row_of_last
-from shardpass.core.ranks import Options, Ranks, agree, digest, ordinary_tensors, require_ranks, tensor_digest
-from shardpass.core.sharding import EDGE, HOST, NODE, EdgeType, NodeType, Ownership, edges_by_owner
+from shardpass.core.ranks import Options, Ranks, agree, checksum, digest, ordinary_tensors, require_ranks, tensor_digest
+from shardpass.core.sharding import EDGE, HOST, NODE, EdgeType, NodeType, Ownership, edges_by_owner, stable_order
 from shardpass.data.file_rows import FileRows
 from shardpass.data.raw import EdgeArrays, RawGraph
 from shardpass.data.readers.dispatch import read
@@ -95,7 +95,7 @@ def _placed(owner: Tensor | None, count: int, comm: Ranks) -> _Placed:
         ownership = Ownership(tuple(count * rank // comm.size for rank in range(comm.size + 1)))
         return _Placed(ownership, torch.arange(*ownership.offsets[comm.rank : comm.rank + 2]), None)
     owner = owner.to(comm.device)
-    order = torch.argsort(owner, stable=True)
+    order = stable_order(owner, comm.size)
     ownership = Ownership.from_counts(torch.bincount(owner, minlength=comm.size).tolist())
     new = torch.empty_like(order)
     new[order] = torch.arange(order.numel(), device=order.device)
@@ -217,9 +217,9 @@ def _agree(
 def _digests(raw: RawGraph, owners: Mapping[NodeType, Tensor | None], options: Options) -> dict[str, str]:
     """What tells different graphs apart, by words for it."""
     found = {"options": repr(options), "the numbers of nodes": repr(raw.num_nodes)}
-    found |= {f"the parts of {kind!r}": "" if owner is None else tensor_digest(owner) for kind, owner in owners.items()}
+    found |= {f"the parts of {kind!r}": "" if owner is None else _digest(owner) for kind, owner in owners.items()}
     for kind, ends in raw.edges.items():
-        found[f"the edges of {kind}"] = tensor_digest(ends.src) + tensor_digest(ends.dst)
+        found[f"the edges of {kind}"] = f"{_digest(ends.src)} {_digest(ends.dst)}"
     for kinds in (raw.node_fields, raw.edge_fields):
         for owner_kind, fields in kinds.items():
             for name, rows in fields.items():
@@ -233,5 +233,9 @@ def _content(rows: Field) -> str:
     if isinstance(rows, FileRows):
         return str(rows.name)
     if rows.layout is torch.sparse_csr:
-        return "".join(map(tensor_digest, (rows.crow_indices(), rows.col_indices(), rows.values())))
-    return tensor_digest(rows)
+        return "".join(map(_digest, (rows.crow_indices(), rows.col_indices(), rows.values())))
+    return _digest(rows)
+
+
+def _digest(rows: Tensor) -> str:
+    return str(checksum(rows)) if rows.device.type == "cpu" else tensor_digest(rows)

@@ -6,6 +6,7 @@ This room knows ids, rows and edges. It does not communicate.
 from shardpass.core.sharding.by_owner import OwnerEdges, edges_by_owner, shards_of_owners
 from shardpass.core.sharding.derived import Derivation, DerivedShards, KnownLists
 from shardpass.core.sharding.host_copies import HOST, to_device, to_host
+from shardpass.core.sharding.ordering import stable_order
 from shardpass.core.sharding.ownership import EDGE, NODE, EdgeType, NodeType, Ownership
 from shardpass.core.sharding.shard import (
     Block,
@@ -48,6 +49,7 @@ __all__ = [
     "running",
     "shards_of_owners",
     "smallest_index_dtype",
+    "stable_order",
     "to_device",
     "to_host",
     "transposed",

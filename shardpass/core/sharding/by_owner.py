@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardpass.core.sharding.ordering import stable_order
 from shardpass.core.sharding.ownership import Ownership
 from shardpass.core.sharding.shard import Block, EdgeShards, LazyTensor, Shard, running, smallest_index_dtype
 
@@ -44,7 +45,7 @@ def edges_by_owner(
         num_dst: destination rows of this rank.
     """
     owner = sources.owner_of(src_ids)
-    order = torch.argsort(owner * num_dst + dst_rows, stable=True)
+    order = stable_order(owner * num_dst + dst_rows, sources.num_ranks * num_dst)
     found = []
     for peer, edges in enumerate(order.split(torch.bincount(owner, minlength=sources.num_ranks).tolist())):
         src_rows = src_ids[edges] - sources.offsets[peer]

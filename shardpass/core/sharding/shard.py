@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardpass.core.ranks import ordinary_tensors
 from shardpass.core.sharding.host_copies import to_device, to_host
+from shardpass.core.sharding.ordering import stable_order
 
 _EDGES_AT_ONCE = 1 << 20
 
@@ -256,9 +257,8 @@ def shard_order(src_rows: Tensor, dst_rows: Tensor, blocks: Sequence[Block]) -> 
     block_of_edge = rank_of[torch.bucketize(src_rows, starts, right=True) - 1]
     if _ascending(block_of_edge, dst_rows):
         return torch.arange(dst_rows.numel(), device=dst_rows.device), block_of_edge  # sorting takes time and memory
-    by_dst = torch.argsort(dst_rows, stable=True)
-    order = by_dst[torch.argsort(block_of_edge[by_dst], stable=True)]
-    return order, block_of_edge
+    width = int(dst_rows.max()) + 1
+    return stable_order(block_of_edge * width + dst_rows, len(blocks) * width), block_of_edge
 
 
 def _ascending(first: Tensor, second: Tensor) -> bool:
