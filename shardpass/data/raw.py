@@ -94,12 +94,15 @@ class RawGraph:
         """The number of edges of each edge type."""
         return {edge_type: len(arrays.src) for edge_type, arrays in self.edges.items()}
 
-    def validate(self, share: Callable[[int], range] = range, device: torch.device | None = HOST) -> RawGraph:
+    def validate(
+        self, share: Callable[[int], range] = range, device: torch.device | None = HOST, edges_are_known: bool = False
+    ) -> RawGraph:
         """The same graph, checked, with torch tensors for all arrays. Memory is shared where that is possible.
 
         The ends of the edges become int32 or int64 tensors on `device` (`None`: where they are), or stay in their
         files. Every node type has an entry in `node_fields`, and every edge type one in `edge_fields`. Given the number
-        of rows of an array in a file, `share` says of which of them the ids are checked.
+        of rows of an array in a file, `share` says of which of them the ids are checked; edges that are known are left
+        as they are.
         """
         for node_type, count in self.num_nodes.items():
             _check_name(node_type)
@@ -117,7 +120,9 @@ class RawGraph:
                     f"nodes of type {kind!r} have {len(names)} names; expected {self.num_nodes[kind]}, one for each"
                 )
         graph_fields = {name: _checked_graph_field(name, value) for name, value in self.graph_fields.items()}
-        checked = {kind: self._checked_edges(kind, arrays, share, device) for kind, arrays in self.edges.items()}
+        checked = dict(self.edges)
+        if not edges_are_known:
+            checked = {kind: self._checked_edges(kind, arrays, share, device) for kind, arrays in checked.items()}
         node_fields = {
             kind: _checked_fields(self.node_fields.get(kind, {}), count, f"nodes of type {kind!r}")
             for kind, count in self.num_nodes.items()

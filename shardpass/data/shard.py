@@ -9,14 +9,24 @@ import torch
 from torch import Tensor
 
 from shardpass.connection import this_process
-from shardpass.core.exchange import node_set
-from shardpass.core.graphs import OwnFields, Relation, ShardedGraph, ShardedHeteroGraph, relation_of, row_of_last
-from shardpass.core.ranks import Options, Ranks, agree, checksum, digest, ordinary_tensors, require_ranks, tensor_digest
-from shardpass.core.sharding import EDGE, HOST, NODE, EdgeType, NodeType, Ownership, edges_by_owner, stable_order
+from shardpass.core.graphs import ShardedGraph
+from shardpass.core.ranks import (
+    Known,
+    Options,
+    Ranks,
+    agree,
+    checksum,
+    digest,
+    ordinary_tensors,
+    require_ranks,
+    tensor_digest,
+)
+from shardpass.core.sharding import HOST, NodeType
 from shardpass.data.file_rows import FileRows
-from shardpass.data.raw import EdgeArrays, RawGraph
+from shardpass.data.in_memory import Owners, Structure, structure_of
+from shardpass.data.raw import RawGraph
 from shardpass.data.readers.dispatch import read
-from shardpass.data.rows import SIGNED_TWIN, Field, take_rows
+from shardpass.data.rows import Field
 from shardpass.errors import DivergenceError
 
 By = Literal["range", "space"]
@@ -58,112 +68,67 @@ def shard(
         return _sharded(data, comm, parts, by, options, drop)
 
 
+class _Given(NamedTuple):
+    """What a rank was given.
+
+    Args:
+        raw: the graph, checked; its edges are not looked at where `known` has them.
+        owners: empty where `known` has them.
+        known: what an earlier call made of the same tensors.
+        problem: why there is none of this.
+    """
+
+    raw: RawGraph | None
+    owners: Owners
+    known: Structure | None
+    problem: Exception | None
+
+
+class _Structures(Known[Structure]):
+    """What was made of the last few edge tensors."""
+
+    made = 0
+
+
 def _sharded(data: Any, comm: Ranks, parts: Any, by: By, options: Options, drop: Collection[str]) -> ShardedGraph:
-    raw, owners, problem = None, None, None
+    kept, key, tensors = comm.caches.of(_Structures), (repr(options), by), _tensors_of(data, parts)
+    given = _given(data, comm, parts, drop, kept.find(key, tensors) if tensors else None)
+    codes = _codes(comm, options, given)
+    if any(number != codes[0][1] for _, number in codes):  # some ranks know the edges, and others do not
+        given = _given(data, comm, parts, drop, None)
+        codes = _codes(comm, options, given)
+    _refuse_unlike(comm, options, given, codes)
+    raw, structure = given.raw, given.known
+    assert raw is not None  # what failed has been raised
+    if structure is None:
+        if comm is this_process():
+            comm.move_to(next((ends.src.device for ends in raw.edges.values()), HOST))
+        kept.made += 1
+        structure = structure_of(raw, given.owners, comm, options, kept.made)
+        if tensors:
+            kept.keep(key, tensors, structure)
+    return structure.graph(raw, comm, options)
+
+
+def _given(data: Any, comm: Ranks, parts: Any, drop: Collection[str], known: Structure | None) -> _Given:
     try:
-        raw = read(data, drop=tuple(drop), device=None)
-        owners = {kind: _owner(parts, kind, count, comm.size) for kind, count in raw.num_nodes.items()}
+        raw = read(data, drop=tuple(drop), device=None, edges_are_known=known is not None)
+        if known is not None and known.num_nodes != raw.num_nodes:
+            raw, known = raw.validate(device=None), None
+        owners = {} if known else {kind: _owner(parts, kind, n, comm.size) for kind, n in raw.num_nodes.items()}
+        return _Given(raw, owners, known, None)
     except (ValueError, TypeError) as error:
-        problem = error
-    _agree(comm, options, raw, owners, problem)
-    assert raw is not None and owners is not None  # what failed has been raised
-    if comm is this_process():
-        comm.move_to(next((ends.src.device for ends in raw.edges.values()), HOST))
-    return shard_raw(raw, owners, comm, options)
+        return _Given(None, {}, None, error)
 
 
-class _Placed(NamedTuple):
-    """The nodes of a type, as they are given to ranks.
-
-    Args:
-        ownership: of their new numbers.
-        ids: the original numbers of own nodes, ascending.
-        new: the new number of each node, or `None` where it is the original one.
-    """
-
-    ownership: Ownership
-    ids: Tensor
-    new: Tensor | None
-
-    def new_of(self, ids: Tensor) -> Tensor:
-        """The new numbers of nodes, int64."""
-        return ids.long() if self.new is None else self.new[ids.long()]
-
-
-def _placed(owner: Tensor | None, count: int, comm: Ranks) -> _Placed:
-    if owner is None or comm.size == 1:
-        ownership = Ownership(tuple(count * rank // comm.size for rank in range(comm.size + 1)))
-        return _Placed(ownership, torch.arange(*ownership.offsets[comm.rank : comm.rank + 2]), None)
-    owner = owner.to(comm.device)
-    order = stable_order(owner, comm.size)
-    ownership = Ownership.from_counts(torch.bincount(owner, minlength=comm.size).tolist())
-    new = torch.empty_like(order)
-    new[order] = torch.arange(order.numel(), device=order.device)
-    return _Placed(ownership, order[slice(*ownership.offsets[comm.rank : comm.rank + 2])], new)
-
-
-def _taken(rows: Field, ids: Tensor | None, device: torch.device) -> Tensor:
-    """The rows `ids` of a field, dense; `None` takes all, which are not copied if they are dense and on `device`."""
-    is_plain = isinstance(rows, Tensor) and rows.layout is torch.strided and rows.dtype not in SIGNED_TWIN
-    if is_plain and isinstance(rows, Tensor):
-        return rows.to(device) if ids is None else rows.index_select(0, ids.to(rows.device)).to(device)
-    return take_rows(rows, torch.arange(rows.shape[0]) if ids is None else ids.cpu()).to(device)
-
-
-def shard_raw(raw: RawGraph, owners: Mapping[NodeType, Tensor | None], comm: Ranks, options: Options) -> ShardedGraph:
-    """The share of a graph that has been checked. Collective.
-
-    Args:
-        owners: the rank of each node by type, ``[num_nodes]`` int64; `None` gives each rank a range.
-    """
-    nodes = {kind: _placed(owners[kind], count, comm) for kind, count in raw.num_nodes.items()}
-    fields = {}
-    for kind, placed in nodes.items():
-        ids = None if comm.size == 1 else placed.ids
-        own = {name: _taken(rows, ids, comm.device) for name, rows in raw.node_fields.get(kind, {}).items()}
-        fields[kind] = OwnFields(own, comm, node_set(kind, placed.ids.numel()))
-    relations = {kind: _relation(raw, kind, ends, nodes, comm, options) for kind, ends in raw.edges.items()}
-    is_homogeneous = list(nodes) == [NODE] and list(relations) == [EDGE]
-    classes = {kind: classes_of(some["y"]) for kind, some in raw.node_fields.items() if "y" in some}
-    graph = (ShardedGraph if is_homogeneous else ShardedHeteroGraph)(
-        comm, options, {kind: placed.ownership for kind, placed in nodes.items()},
-        {kind: placed.ids for kind, placed in nodes.items()}, fields, relations,
-        total_edges=raw.num_edges, num_classes=classes,
-    )  # fmt: skip
-    graph.graph_fields = dict(raw.graph_fields)
-    return graph
-
-
-def _relation(
-    raw: RawGraph, kind: EdgeType, ends: EdgeArrays, nodes: Mapping[NodeType, _Placed], comm: Ranks, options: Options
-) -> Relation:
-    """The edges that end in own nodes."""
-    source, target = nodes[kind[0]], nodes[kind[2]]
-    first, last = target.ownership.offsets[comm.rank : comm.rank + 2]
-    src, rows = ends.src.to(comm.device), target.new_of(ends.dst.to(comm.device)) - first
-    own = None if comm.size == 1 else ((rows >= 0) & (rows < last - first)).nonzero().view(-1)
-    src, rows = (src, rows) if own is None else (src[own], rows[own])
-    fields = {name: _taken(some, own, comm.device) for name, some in raw.edge_fields.get(kind, {}).items()}
-    last_node = row_of_last(source.ids, source.ownership.num_total) if kind[0] == kind[2] else None
-    device = HOST if options.stream_structure else comm.device
-    owners, order = edges_by_owner(
-        source.ownership, comm.rank, source.new_of(src).to(device), rows.to(device), last - first
-    )
-
-    def edge_ids() -> Tensor:
-        return torch.arange(len(rows), device=comm.device) if own is None else own
-
-    return relation_of(
-        comm, owners, source.ownership.num_own(comm.rank), last - first, edge_ids, fields, options,
-        (kind[0], kind[2]), order, last_node,
-    )  # fmt: skip
-
-
-def classes_of(y: Tensor) -> int:
-    """The number of classes in labels of the whole graph."""
-    if y.is_floating_point():
-        return y.size(-1) if y.dim() > 1 else 1
-    return int(y.max()) + 1 if y.numel() else 0
+def _tensors_of(data: Any, parts: Any) -> list[Tensor]:
+    """The very tensors in which edges and parts are given; none where some are not tensors."""
+    stores = getattr(data, "edge_stores", None)
+    if stores is None:
+        stores = [data, *data.values()] if isinstance(data, Mapping) else []
+    found = [store["edge_index"] for store in stores if isinstance(store, Mapping) and "edge_index" in store]
+    found += [] if parts is None else [*parts.values()] if isinstance(parts, Mapping) else [parts]
+    return found if all(type(one) is Tensor for one in found) else []
 
 
 def _owner(parts: Any, kind: NodeType, count: int, size: int) -> Tensor | None:
@@ -185,28 +150,32 @@ def _owner(parts: Any, kind: NodeType, count: int, size: int) -> Tensor | None:
     return owner.long()
 
 
-def _agree(
-    comm: Ranks,
-    options: Options,
-    raw: RawGraph | None,
-    owners: Mapping[NodeType, Tensor | None] | None,
-    problem: Exception | None,
-) -> None:
-    """Go on only if every rank gave the same. Collective."""
-    if comm.size == 1 and problem is None:
-        return
-    mine = {} if raw is None or owners is None else _digests(raw, owners, options)
-    codes = agree(comm, "shard", [digest(repr(mine)) if problem is None else -1])
+def _codes(comm: Ranks, options: Options, given: _Given) -> list[list[int]]:
+    """``[digest, number of the known structure]`` of every rank. Collective."""
+    if comm.size == 1:
+        return [[0, 0]]
+    if given.problem is not None:
+        return agree(comm, "shard", [-1, 0])
+    return agree(comm, "shard", [digest(repr(_digests(given, options))), given.known.number if given.known else 0])
+
+
+def _refuse_unlike(comm: Ranks, options: Options, given: _Given, codes: list[list[int]]) -> None:
+    """Raise unless every rank was given the same, and it is sound. Collective where it is not."""
     are_alike = all(code == codes[0] for code in codes)
-    if problem is None and are_alike:
+    if not are_alike:
+        mine = {} if given.raw is None else _digests(given, options)
+        told = comm.all_gather_object((given.problem and str(given.problem), mine), "shard: what differs")
+    if given.problem is not None:
+        raise given.problem
+    if are_alike:
         return
-    found = comm.all_gather_object((problem and str(problem), mine), "shard: what differs") if not are_alike else []
-    if problem is not None:
-        raise problem
-    for rank, (told, other) in enumerate(found):
-        if told is not None:
-            raise DivergenceError(f"shard: rank {rank} cannot read its data, which every rank must give alike: {told}")
-        differ = [name for name in {**other, **found[0][1]} if other.get(name) != found[0][1].get(name)]
+    for rank, (problem, theirs) in enumerate(told):
+        if problem is not None:
+            raise DivergenceError(
+                f"shard: rank {rank} cannot read its data, which every rank must give alike: {problem}"
+            )
+        first = told[0][1]
+        differ = [name for name in {**theirs, **first} if theirs.get(name) != first.get(name)]
         if differ:
             raise DivergenceError(
                 f"shard: every rank must give the same data, parts and options, but rank {rank} and rank 0 differ in "
@@ -214,11 +183,13 @@ def _agree(
             )
 
 
-def _digests(raw: RawGraph, owners: Mapping[NodeType, Tensor | None], options: Options) -> dict[str, str]:
-    """What tells different graphs apart, by words for it."""
+def _digests(given: _Given, options: Options) -> dict[str, str]:
+    """What tells different graphs apart, by words for it. Edges that are known are alike."""
+    raw = given.raw
+    assert raw is not None
     found = {"options": repr(options), "the numbers of nodes": repr(raw.num_nodes)}
-    found |= {f"the parts of {kind!r}": "" if owner is None else _digest(owner) for kind, owner in owners.items()}
-    for kind, ends in raw.edges.items():
+    found |= {f"the parts of {kind!r}": "" if owner is None else _digest(owner) for kind, owner in given.owners.items()}
+    for kind, ends in raw.edges.items() if given.known is None else ():
         found[f"the edges of {kind}"] = f"{_digest(ends.src)} {_digest(ends.dst)}"
     for kinds in (raw.node_fields, raw.edge_fields):
         for owner_kind, fields in kinds.items():

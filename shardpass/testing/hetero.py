@@ -11,7 +11,7 @@ from shardpass.core.graphs import ShardedGraph, ShardedHeteroGraph
 from shardpass.core.ranks import Options, Ranks
 from shardpass.core.sharding import EdgeType, NodeType
 from shardpass.data import EdgeArrays, RawGraph
-from shardpass.data.shard import shard_raw
+from shardpass.data.in_memory import structure_of
 
 
 @dataclass
@@ -93,4 +93,5 @@ def sharded(
     """As `shard_hetero_in_memory`; a `ShardedGraph` where the types are `NODE` and `EDGE` alone."""
     edges = {kind: EdgeArrays(*ends) for kind, ends in graph.edges.items()}
     raw = RawGraph(graph.num_nodes, edges, graph.node, graph.edge).validate()
-    return shard_raw(raw, owners, comm, options or Options())
+    options = options or Options()
+    return structure_of(raw, owners, comm, options).graph(raw, comm, options)

@@ -71,6 +71,10 @@ class OwnFields(Mapping[str, Tensor]):
         """The fields that were read."""
         return iter(self._read.values())
 
+    def of_same_rows(self, stored: Mapping[str, Tensor]) -> OwnFields:
+        """Other fields of the same nodes or edges."""
+        return OwnFields(stored, self._comm, self._of, self._place)
+
     def listed(self) -> str:
         """The names, for an error message."""
         return ", ".join(sorted(self)) or "none"

@@ -28,8 +28,9 @@ _KNOWN = (
 
 
 def read(
-    data: Any, *, drop: Sequence[str] = (), node_id: str | None = None, device: torch.device | None = HOST
-) -> RawGraph:
+    data: Any, *, drop: Sequence[str] = (), node_id: str | None = None, device: torch.device | None = HOST,
+    edges_are_known: bool = False,
+) -> RawGraph:  # fmt: skip
     """The graph in `data`, checked, with its original node ids and edge order.
 
     Args:
@@ -39,7 +40,7 @@ def read(
         drop: names of fields to leave out.
         node_id: the node field that holds your own ids, such as the list `name` of a `Data`: strings or any integers.
             They become the `names` of the graph.
-        device: where the ends of edges are to be; `None` leaves them where they are.
+        device, edges_are_known: see `RawGraph.validate`.
 
     Raises:
         ValueError, TypeError: what is wrong with the data: what was found, what is expected, what to do.
@@ -54,7 +55,7 @@ def read(
             edge_fields={kind: _without(fields, drop) for kind, fields in graph.edge_fields.items()},
             graph_fields=_without(graph.graph_fields, drop),
         )
-    return graph.validate(device=device)
+    return graph.validate(device=device, edges_are_known=edges_are_known)
 
 
 def stream_files(data: Any, drop: Sequence[str] = ()) -> GraphFiles | None:
