@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from shardpass.core.ranks import (
     tensor_digest,
 )
 from shardpass.core.sharding import HOST, NodeType
+from shardpass.data.by_space import bisected
 from shardpass.data.file_rows import FileRows
 from shardpass.data.in_memory import Owners, Structure, structure_of
 from shardpass.data.raw import RawGraph
@@ -53,7 +54,7 @@ def shard(
         comm: the ranks that share it. `None` is this process alone.
         parts: the rank of each node, ``[num_nodes]`` integers, or a dict of these by node type.
         by: how nodes are given to ranks where `parts` does not say: ``"range"`` gives each rank as many nodes, in their
-            order.
+            order; ``"space"`` as many that lie close together, by the node field ``pos``.
         options: as of `load`.
         drop: names of fields to leave out.
 
@@ -92,10 +93,10 @@ class _Structures(Known[Structure]):
 
 def _sharded(data: Any, comm: Ranks, parts: Any, by: By, options: Options, drop: Collection[str]) -> ShardedGraph:
     kept, key, tensors = comm.caches.of(_Structures), (repr(options), by), _tensors_of(data, parts)
-    given = _given(data, comm, parts, drop, kept.find(key, tensors) if tensors else None)
+    given = _given(data, comm, parts, by, drop, kept.find(key, tensors) if tensors else None)
     codes = _codes(comm, options, given)
     if any(number != codes[0][1] for _, number in codes):  # some ranks know the edges, and others do not
-        given = _given(data, comm, parts, drop, None)
+        given = _given(data, comm, parts, by, drop, None)
         codes = _codes(comm, options, given)
     _refuse_unlike(comm, options, given, codes)
     raw, structure = given.raw, given.known
@@ -110,12 +111,12 @@ def _sharded(data: Any, comm: Ranks, parts: Any, by: By, options: Options, drop:
     return structure.graph(raw, comm, options)
 
 
-def _given(data: Any, comm: Ranks, parts: Any, drop: Collection[str], known: Structure | None) -> _Given:
+def _given(data: Any, comm: Ranks, parts: Any, by: By, drop: Collection[str], known: Structure | None) -> _Given:
     try:
         raw = read(data, drop=tuple(drop), device=None, edges_are_known=known is not None)
         if known is not None and known.num_nodes != raw.num_nodes:
             raw, known = raw.validate(device=None), None
-        owners = {} if known else {kind: _owner(parts, kind, n, comm.size) for kind, n in raw.num_nodes.items()}
+        owners = {} if known else {kind: _owner(raw, kind, parts, by, comm.size) for kind in raw.num_nodes}
         return _Given(raw, owners, known, None)
     except (ValueError, TypeError) as error:
         return _Given(None, {}, None, error)
@@ -131,11 +132,17 @@ def _tensors_of(data: Any, parts: Any) -> list[Tensor]:
     return found if all(type(one) is Tensor for one in found) else []
 
 
-def _owner(parts: Any, kind: NodeType, count: int, size: int) -> Tensor | None:
+def _owner(raw: RawGraph, kind: NodeType, parts: Any, by: By, size: int) -> Tensor | None:
     """The rank of each node of a type, checked."""
-    given = parts.get(kind) if isinstance(parts, Mapping) else parts
+    if by not in get_args(By):
+        raise ValueError(f"shard(by={by!r}): expected one of {get_args(By)}")
+    given, count = parts.get(kind) if isinstance(parts, Mapping) else parts, raw.num_nodes[kind]
     if given is None:
-        return None
+        return None if by == "range" or size == 1 else bisected(_positions(raw, kind), size)
+    if isinstance(parts, Mapping) and (unknown := parts.keys() - raw.num_nodes.keys()):
+        raise ValueError(f"shard(parts=) has {sorted(unknown)}, which are no node types of this graph")
+    if not isinstance(parts, Mapping) and len(raw.num_nodes) > 1:
+        raise ValueError(f"shard(parts=): expected a dict, with the ranks of the nodes of {[*raw.num_nodes]}")
     owner = torch.as_tensor(given).cpu()
     what = f"shard(parts=): the ranks of {kind!r} nodes"
     if owner.dtype is torch.bool or owner.is_floating_point() or owner.is_complex():
@@ -148,6 +155,18 @@ def _owner(parts: Any, kind: NodeType, count: int, size: int) -> Tensor | None:
         position = int((owner == wrong).nonzero()[0])
         raise ValueError(f"{what}: {wrong} at position {position} is no rank; there are {size}, from 0")
     return owner.long()
+
+
+def _positions(raw: RawGraph, kind: NodeType) -> Tensor:
+    points = raw.node_fields.get(kind, {}).get("pos")
+    if not isinstance(points, Tensor) or points.dim() != 2 or not points.size(1):
+        raise ValueError(
+            f"shard(by='space') needs positions of the {kind!r} nodes, the field pos, [num_nodes, dimensions]"
+        )
+    if not bool(points.isfinite().all()):
+        row = int((~points.isfinite()).any(1).nonzero()[0])
+        raise ValueError(f"shard(by='space'): the position of {kind!r} node {row} is {points[row].tolist()}")
+    return points
 
 
 def _codes(comm: Ranks, options: Options, given: _Given) -> list[list[int]]:
