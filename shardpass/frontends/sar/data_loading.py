@@ -14,14 +14,10 @@ from dgl.distributed import load_partition_book
 from torch import Tensor
 
 from shardpass.data.readers.dgl_partitions import (
-    Description,
-    PartGraph,
-    Stored,
     as_mask,
-    integers,
     own_edges,
-    owner_of,
     read_description,
+    read_fields,
     read_part_graph,
     read_tensors,
 )
@@ -54,24 +50,22 @@ def load_dgl_partition_data(
     Raises:
         ValueError: there is no such part, or a file is missing, cut short or altered. It names the file.
     """
-    description = read_description(Path(partition_json_file))
-    num_parts, part = description.nodes.num_parts, own_partition_idx
-    if not 0 <= part < num_parts:
-        raise ValueError(f"{description.path} has the parts 0 to {num_parts - 1}, no part {part}; pass the rank")
-    _check_numbering(description)
-    files = description.parts[part]
-    graph = read_part_graph(files.graph)
-    labels = [":".join(kind) for kind in description.edge_types]
-    features = _features(files.edge_fields, labels, description.edges.sizes[:, part].tolist())
-    edge_ids, src, dst = own_edges(description, part, graph)
+    description, part = read_description(Path(partition_json_file)), own_partition_idx
+    if not 0 <= part < len(description.parts):
+        raise ValueError(
+            f"{description.path} has the parts 0 to {len(description.parts) - 1}, no part {part}; pass the rank"
+        )
+    files, labels = description.parts[part], [":".join(kind) for kind in description.edge_types]
+    features = _features(files.edge_fields, "orig_eids.dgl", labels, description.edges.sizes[:, [part]])
+    edge_ids, src, dst = own_edges(description, part, read_part_graph(files.graph))
     kinds, numbers, _ = description.edges.locate(edge_ids, files.graph)
     edges = _OwnEdges(*(torch.from_numpy(array.astype(np.int64)) for array in (src, dst, kinds, numbers)))
-    starts = [description.edges.rows(kind, part).start for kind in range(len(labels))]
-    node_features = _node_features(description, part, graph)
+    starts = [description.edges.rows(kind, part).start for kind in range(len(description.edge_types))]
+    nodes, sizes = description.node_types, description.nodes.sizes[:, [part]]
+    node_features = _features(files.node_fields, "orig_nids.dgl", nodes, sizes)
+    node_features[dgl.NTYPE] = _numbered(sizes.ravel())
     book, *_ = load_partition_book(str(partition_json_file), part)
-    return _part_of(
-        book, node_features, description.node_types, edges, description.edge_types, features, starts, device
-    )
+    return _part_of(book, node_features, nodes, edges, description.edge_types, features, starts, device)
 
 
 def load_dgl_partition_data_from_graph(graph: Any, device: torch.device | str = "cpu") -> PartitionData:
@@ -121,56 +115,18 @@ def _part_of(
     return PartitionData(shards, ranges, node_features, list(node_types), list(edge_types), book)
 
 
-def _check_numbering(description: Description) -> None:
-    """Raise unless the nodes are numbered part by part, and in a part type by type, as DGL does it."""
-    sizes = description.nodes.sizes.T
-    ends = sizes.cumsum().reshape(sizes.shape)
-    parts, kinds = sizes.nonzero()
-    for ids in (ends - sizes, ends - 1):
-        found_kinds, _, found_parts = description.nodes.locate(ids[parts, kinds], description.path)
-        if (found_kinds != kinds).any() or (found_parts != parts).any():
-            raise ValueError(
-                f"{description.path} is altered: its node ids do not go part by part, and within a part type by type"
-            )
+def _features(path: Path, original: str, labels: Sequence[str], sizes: np.ndarray) -> dict[str, Tensor]:
+    """What is stored of a part's own nodes or edges, by ``<label>/<name>``, with original ids of a file beside it."""
+    stored = read_fields(labels, sizes, [path])
+    if path.with_name(original).exists():
+        for label, ids in read_tensors(path.with_name(original)).items():
+            stored[labels.index(label)].setdefault("orig_id", torch.from_numpy(np.array(ids.values)))
+    return {f"{label}/{name}": rows for label, fields in zip(labels, stored) for name, rows in fields.items()}
 
 
-def _node_features(description: Description, part: int, graph: PartGraph) -> dict[str, Tensor]:
-    files, types, counts = description.parts[part], description.node_types, description.nodes.sizes[:, part].tolist()
-    found = _features(files.node_fields, types, counts)
-    found[dgl.NTYPE] = _numbered(counts)
-    if len(types) == 1 and "orig_id" in graph.node_data:
-        ids = integers(graph.node_data, "_ID", files.graph)
-        inner = np.flatnonzero(integers(graph.node_data, "inner_node", files.graph))
-        inner = inner[ids[inner].argsort()]
-        found.setdefault(f"{types[0]}/orig_id", _tensor(graph.node_data["orig_id"])[torch.from_numpy(inner)])
-    return found
-
-
-def _features(path: Path, labels: Sequence[str], counts: Sequence[int]) -> dict[str, Tensor]:
-    """What is stored of a part's own nodes or edges, by ``<label>/<name>``."""
-    found = dict(read_tensors(path))
-    originals = path.with_name("orig_nids.dgl" if path.name.startswith("node") else "orig_eids.dgl")
-    if originals.exists():
-        for label, stored in read_tensors(originals).items():
-            found.setdefault(f"{label}/orig_id", stored)
-    features = {}
-    for key, stored in found.items():
-        owner, name = owner_of(key, labels, path)
-        if stored.values.shape[:1] != (counts[owner],):
-            raise ValueError(
-                f"{path} is altered: {key!r} is {list(stored.values.shape)}; expected {counts[owner]} rows"
-            )
-        features[key] = as_mask(name, _tensor(stored))
-    return features
-
-
-def _tensor(stored: Stored) -> Tensor:
-    return torch.from_numpy(np.array(stored.values)).view(stored.dtype)
-
-
-def _numbered(counts: Sequence[int]) -> Tensor:
+def _numbered(counts: Sequence[int] | np.ndarray) -> Tensor:
     """The number of the type of each node."""
-    return torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    return torch.arange(len(counts)).repeat_interleave(torch.as_tensor(counts))
 
 
 def _pulled(views: Any, rows: Mapping[Any, Tensor], label: Callable[[Any], str]) -> dict[str, Tensor]:

@@ -45,14 +45,13 @@ class NodeRanges(list[tuple[int, int]]):
 class Whole:
     """What a rank knows of the whole graph, with DGL's partition book, if there is one.
 
-    `node_ranges` are (first id, end) of the nodes of each part, and `type_ranges` of each type in each part. `nodes`
-    and `edges` are how many all ranks have, by type.
+    `node_ranges` are (first id, end) of the nodes of each part, and `type_ranges` of each type in each part. `edges`
+    are how many all ranks have, by type.
     """
 
     node_ranges: NodeRanges
     type_ranges: Mapping[str, Ranges]
     book: Any
-    nodes: Mapping[str, int]
     edges: Mapping[CanonicalType, int]
 
 
@@ -78,7 +77,7 @@ class GraphShardManager(ShardedDGLGraph):
     block from `construct_mfgs` say which nodes it takes and gives.
     """
 
-    shows_part, node_count, edge_count = True, OwnNodeCount, OwnEdgeCount
+    shows_part, node_count, edge_count = True, OwnNodeCount, OwnEdgeCount  # type: ignore[assignment]
     _whole: Whole
 
     def known(self, whole: Whole) -> GraphShardManager:
@@ -134,7 +133,7 @@ class GraphShardManager(ShardedDGLGraph):
 
     def ntypes_global(self) -> list[str]:
         """The node types of the whole graph."""
-        return list(self._whole.nodes)
+        return list(self.type_ranges)
 
     def etypes_global(self) -> list[str]:
         """The edge types of the whole graph."""
@@ -146,7 +145,7 @@ class GraphShardManager(ShardedDGLGraph):
 
     def num_nodes_global(self, ntype: str | None = None) -> int:
         """How many nodes of a type the whole graph has; `None` means all types."""
-        return _total(self._whole.nodes, ntype)
+        return _total({kind: sum(end - start for start, end in ends) for kind, ends in self.type_ranges.items()}, ntype)
 
     def num_edges_global(self, etype: Any = None) -> int:
         """How many edges of a type the whole graph has; `None` means all types."""
