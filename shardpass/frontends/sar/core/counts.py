@@ -22,6 +22,9 @@ class OwnNodeCount(int):
         count.total = total
         return count
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (int(self), self.total)
+
     def _compared(self, operation: Callable[[Any, Any], bool], other: Any) -> bool:
         if isinstance(other, OwnNodeCount):
             return operation(int(self), int(other))
