@@ -23,11 +23,11 @@ def collectives(directory: Path) -> Results:
     sent = [torch.full((other + 1, 2), 10.0 * rank + other) for other in range(size)]
     received = [torch.zeros(rank + 1, 2) for _ in range(size)]
     found: Results = {}
-    for name in ("all_to_all", "all_to_all_rounds", "all_to_all_gloo_support"):
+    for exchange in (sar.comm.all_to_all, sar.comm.all_to_all_rounds, sar.comm.all_to_all_gloo_support):
         for into in received:
             into.zero_()
-        getattr(sar.comm, name)(received, sent)
-        found[name] = [into.clone() for into in received]
+        exchange(received, sent)
+        found[exchange.__name__] = [into.clone() for into in received]
     found["exchange_tensors"] = sar.comm.exchange_tensors(sent)
     found["with sizes"] = sar.comm.exchange_tensors(sent, recv_sizes=[rank + 1] * size)
     single = torch.zeros(3)

@@ -295,7 +295,14 @@ def all_to_all(
             into.copy_(came)
 
 
-all_to_all_rounds = all_to_all_gloo_support = all_to_all
+def all_to_all_rounds(recv_tensors: Sequence[Tensor], send_tensors: Sequence[Tensor]) -> None:
+    """See `all_to_all`."""
+    all_to_all(recv_tensors, send_tensors)
+
+
+def all_to_all_gloo_support(recv_tensors: Sequence[Tensor], send_tensors: Sequence[Tensor]) -> None:
+    """See `all_to_all`."""
+    all_to_all(recv_tensors, send_tensors)
 
 
 def exchange_single_tensor(recv_idx: int, send_idx: int, recv_tensor: Tensor, send_tensor: Tensor) -> None:

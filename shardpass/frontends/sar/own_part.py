@@ -118,23 +118,17 @@ def _edges(
     pieces: dict[CanonicalType, list[ShardEdgesAndFeatures]] = {kind: [] for kind in kinds}
     for part, ((src, dst), features) in enumerate(data.all_shard_edges):
         stored = _by_type(features, [":".join(kind) for kind in kinds])
+        if len(kinds) > 1 and dgl.ETYPE not in features:
+            raise ValueError(f"edge_features lacks {dgl.ETYPE!r}, the type of each edge; there are {len(kinds)} types")
+        types = features[dgl.ETYPE] if len(kinds) > 1 else torch.zeros_like(src)
         for number, kind in enumerate(kinds):
-            chosen = _of_type(features, src, number, len(kinds))
+            chosen = (types == number).nonzero().view(-1)
             ends = _within(src[chosen], ranges[kind[0]][part]), _within(dst[chosen], ranges[kind[2]][rank])
             position = sum(piece.edges[0].numel() for piece in pieces[kind])
             ids = features[dgl.EID][chosen] if dgl.EID in features else torch.arange(len(chosen)) + position
             fields = {**stored[":".join(kind)], dgl.EID: ids.to(src.device, torch.int64)}
             pieces[kind].append(ShardEdgesAndFeatures(ends, fields))
     return {kind: _joined(":".join(kind), found) for kind, found in pieces.items()}
-
-
-def _of_type(features: Mapping[str, Tensor], like: Tensor, number: int, num_types: int) -> Tensor:
-    """Positions of the edges of a type."""
-    if num_types == 1:
-        return torch.arange(like.numel(), device=like.device)
-    if dgl.ETYPE not in features:
-        raise ValueError(f"edge_features lacks {dgl.ETYPE!r}, the type of each edge, but there are {num_types} types")
-    return (features[dgl.ETYPE] == number).nonzero().view(-1)
 
 
 def _within(ids: Tensor, ends: tuple[int, int]) -> Tensor:
