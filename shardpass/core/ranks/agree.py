@@ -59,9 +59,9 @@ def require_same(every: Sequence[Mapping[str, Any]], names: Sequence[str], verb:
     for name in names:
         for rank, other in enumerate(every):
             if other[name] != every[0][name]:
-                first, found = str(every[0][name])[:1000], str(other[name])[:1000]
                 raise DivergenceError(
-                    f"every rank must {verb} the same {name}: rank 0 has {first}, rank {rank} has {found}"
+                    f"every rank must {verb} the same {name}: rank 0 has {every[0][name]}, rank {rank} has "
+                    f"{other[name]}"
                 )
 
 
