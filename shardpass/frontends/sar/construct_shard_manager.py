@@ -16,7 +16,7 @@ from shardpass.frontends.dgl.structure import Edges, Nodes
 from shardpass.frontends.sar._state import communicator
 from shardpass.frontends.sar.common_tuples import CanonicalType, PartitionData
 from shardpass.frontends.sar.config import ConfiguredEdges, follow, options, words
-from shardpass.frontends.sar.core.graphshard import GraphShardManager, NodeRanges, Whole
+from shardpass.frontends.sar.core.graphshard import GraphShardManager, NodeRanges
 from shardpass.frontends.sar.data_loading import load_dgl_partition_data_from_graph
 from shardpass.frontends.sar.own_part import OwnPart, merge_types, numbers_within, own_part, schema_of, take_over
 
@@ -57,7 +57,7 @@ def construct_full_graph(partition_data: PartitionData, homogeneous: bool = Fals
     made = _graph(comm, part)
     edges = {kind: made.edges_of(kind).total for kind in made.canonical_etypes}
     ranges = NodeRanges((start, end) for start, end in partition_data.node_ranges)
-    return made.known(Whole(ranges, part.ranges, partition_data.partition_book, edges))
+    return made.share_of(ranges, part.ranges, partition_data.partition_book, edges)
 
 
 def construct_mfgs(
