@@ -19,14 +19,21 @@ from shardpass.core.graphs import (
     relation_of,
     row_of_last,
 )
-from shardpass.core.ranks import Options, Ranks, RowSet, ordinary_tensors, require_ranks
+from shardpass.core.ranks import (
+    Options,
+    Ranks,
+    RowSet,
+    gather_or_fail,
+    ordinary_tensors,
+    require_ranks,
+    require_same,
+)
 from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType, Ownership
 from shardpass.data.lookup import StoreTables
 from shardpass.data.merge import RankData, merge_parts, parts_of_rank
 from shardpass.data.raw import ADJACENCY
 from shardpass.data.store import Store, open_store
 from shardpass.data.tally import Tally, check_tallies, tally
-from shardpass.errors import DivergenceError, PeerFailure
 
 
 def load(path: str | Path, comm: Ranks, options: Options | None = None) -> ShardedGraph:
@@ -109,25 +116,15 @@ def _agree_on_store(
     comm: Ranks, store: Store | None, options: Options, problem: Exception | None, counted: Tally
 ) -> None:
     """Go on only if every rank opened the same store with the same options, and the parts of all are one graph."""
-    mine = {
-        "problem": "" if problem is None else str(problem),
+    mine: dict[str, Any] = {
         "store": _contents(store) if store else "",
         "options": {name: str(value) for name, value in asdict(options).items()},
         "tally": counted,
     }
-    theirs = comm.all_gather_object(mine, label="load: store and options")
-    if problem is not None:
-        raise problem
-    for rank, other in enumerate(theirs):
-        if other["problem"]:
-            raise PeerFailure(f"rank {rank} could not load its parts: {other['problem']}")
-        for what in ("store", "options"):
-            if other[what] != theirs[0][what]:
-                raise DivergenceError(
-                    f"every rank must load the same {what}: rank 0 has {theirs[0][what]}, rank {rank} has {other[what]}"
-                )
+    every = gather_or_fail(comm, "load: store and options", mine, problem, "could not load its parts")
+    require_same(every, ("store", "options"), "load")
     assert store is not None
-    check_tallies(store.path, [other["tally"] for other in theirs])
+    check_tallies(store.path, [other["tally"] for other in every])
 
 
 def _contents(store: Store) -> str:

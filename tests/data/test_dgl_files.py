@@ -1,7 +1,6 @@
-"""DGL's partition directories: missing, altered and foreign files are refused by name."""
+"""DGL's partition directories: missing, altered and foreign files are refused by name. Any byte: `damage.py`."""
 
 import json
-import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -55,25 +54,6 @@ class TestWrongFiles:
             path.write_bytes(content[:length])
             with pytest.raises(ValueError, match=rf"{name} is cut short or altered \(.*copy it again"):
                 read(files)
-
-    @pytest.mark.parametrize("name", FILES)
-    def test_bytes_changed(self, files: Path, name: str) -> None:
-        """Whatever a byte says, the error is ours and names a file; values of fields are not checked."""
-        path = files.parent / name
-        content = path.read_bytes()
-        chance = random.Random(0)
-        start = 4096 if name.endswith("graph.dgl") else 0
-        refused = 0
-        for _ in range(60):
-            changed = bytearray(content)
-            changed[chance.randrange(start, len(content))] ^= chance.choice([1, 0x80, 0xFF])
-            path.write_bytes(changed)
-            try:
-                read(files)
-            except ValueError as error:
-                assert str(files.parent) in str(error)
-                refused += 1
-        assert refused > 5
 
     def test_other_files(self, files: Path) -> None:
         swap(files.parent / "part0/graph.dgl", files.parent / "part1/graph.dgl")

@@ -14,8 +14,6 @@ import torch
 from backends.launchers import free_port
 from torch import Tensor
 
-from benchmarks.jobs import mpirun_command
-
 TESTS = Path(__file__).parent.parent
 
 NODES, EDGES = 60, 420
@@ -77,23 +75,18 @@ def write(directory: Path, parts: int) -> Path:
 
 
 def start(
-    directory: Path, out: Path, ranks: int, cases: list[str], limit: float = 480.0, by: str = "hand", **env: str
+    directory: Path, out: Path, ranks: int, cases: list[str], limit: float = 480.0, **env: str
 ) -> tuple[list[Any], str]:
     """What the cases gave on each rank (None: it failed), and all that was printed."""
     environ = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES} | {"OMP_NUM_THREADS": "1"} | env
     environ["PYTHONPATH"] = f"{TESTS.parent}{os.pathsep}{TESTS}"
-    program, port = ["-m", "frontends.sar_program"], str(free_port())
-    arguments = [str(ranks), port, str(directory), str(out), *cases]
-    if by == "hand":
-        commands = [[sys.executable, *program, str(rank), *arguments] for rank in range(ranks)]
-    elif by == "torchrun":
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-        commands = [[*launcher, "--master-port", str(free_port()), *program, "?", *arguments]]
-    else:
-        commands = [[*mpirun_command(ranks), sys.executable, *program, "?", *arguments]]
+    program = [sys.executable, "-m", "frontends.sar_program"]
+    arguments = [str(ranks), str(free_port()), str(directory), str(out), *cases]
     children = [
-        subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for command in commands
+        subprocess.Popen(
+            [*program, str(rank), *arguments], env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for rank in range(ranks)
     ]
     texts = []
     for child in children:

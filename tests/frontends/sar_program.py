@@ -357,13 +357,10 @@ CASES = {
 def main() -> None:
     rank, world, port, directory, out, *cases = sys.argv[1:]
     torch.set_num_threads(1)
-    backend = os.environ.get("PROGRAM_BACKEND", "gloo")
-    if rank == "?":
-        rank = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK", ""))
     ip = "127.0.0.1"
     if os.environ.get("PROGRAM_IP_FILE"):
         ip = sar.nfs_ip_init(int(rank), os.environ["PROGRAM_IP_FILE"])
-    sar.initialize_comms(int(rank), int(world), ip, backend, torch.device("cpu"), int(port))
+    sar.initialize_comms(int(rank), int(world), ip, "gloo", torch.device("cpu"), int(port))
     sar.logging_setup("WARNING", sar.rank(), sar.world_size())
     found: Results = {}
     for case in cases:

@@ -1,4 +1,4 @@
-"""Scripts with SAR's names, started and failing: launchers, the documented script, ranks that go their own way."""
+"""Scripts with SAR's names, started and failing: the documented script, ranks that go their own way."""
 
 from __future__ import annotations
 
@@ -13,23 +13,9 @@ import pytest
 
 dgl = pytest.importorskip("dgl")
 
-from backends.launchers import needs_mpi  # noqa: E402
-
 from frontends.sar_cases import TESTS, free_port, homogeneous, of, start  # noqa: E402
-from frontends.test_sar import one_process  # noqa: E402
 
 pytestmark = pytest.mark.processes
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("by", ["torchrun", pytest.param("mpi", marks=[needs_mpi, pytest.mark.mpi])])
-def test_launchers(by: str, parts: Callable[[int], Path], tmp_path: Path) -> None:
-    backend = "mpi" if by == "mpi" else "gloo"
-    cases = ["training-sage", "training-gat", "mfgs"]
-    found, text = start(parts(4), tmp_path / "out", 4, cases, by=by, PROGRAM_BACKEND=backend)
-    assert None not in found, text
-    for model in ("sage", "gat"):
-        assert found[0][f"training-{model}"]["losses"] == pytest.approx(one_process(model)["losses"], rel=1e-9)
 
 
 def test_the_documented_script(tmp_path: Path) -> None:

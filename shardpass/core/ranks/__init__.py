@@ -5,7 +5,7 @@ something for each other, such as `Ranks.watch`.
 """
 
 from shardpass.core.ranks import torch_private
-from shardpass.core.ranks.agree import agree, digest, diverged, fail_together
+from shardpass.core.ranks.agree import agree, digest, diverged, fail_together, gather_or_fail, require_same
 from shardpass.core.ranks.arguments import (
     require_callable,
     require_count,
@@ -134,6 +134,7 @@ __all__ = [
     "end_chain",
     "fail_together",
     "flush",
+    "gather_or_fail",
     "get_random_state",
     "has_drawn",
     "has_raw_parameter",
@@ -170,6 +171,7 @@ __all__ = [
     "require_model",
     "require_path",
     "require_ranks",
+    "require_same",
     "require_tensor",
     "seed",
     "set_random_state",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from typing import TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 
 from shardpass.core.ranks.ranks import Ranks
-from shardpass.errors import DivergenceError
+from shardpass.errors import DivergenceError, PeerFailure
 
 _T = TypeVar("_T")
 
@@ -38,6 +38,31 @@ def fail_together(comm: Ranks, label: str, work: Callable[[], _T], *kinds: type[
         if found is not None:
             raise kinds[found[0]](f"{found[1]} (found on rank {rank})")
     return cast(_T, result)
+
+
+def gather_or_fail(comm: Ranks, label: str, mine: _T, problem: Exception | None, failed: str) -> list[_T]:
+    """What every rank passes as `mine`, in rank order, if no rank has a `problem`. Collective.
+
+    A rank raises its own problem. The others raise a `PeerFailure`, which says who `failed`, and why.
+    """
+    every = comm.all_gather_object((mine, "" if problem is None else str(problem)), label)
+    if problem is not None:
+        raise problem
+    for rank, (_, told) in enumerate(every):
+        if told:
+            raise PeerFailure(f"rank {rank} {failed}: {told}")
+    return [found for found, _ in every]
+
+
+def require_same(every: Sequence[Mapping[str, Any]], names: Sequence[str], verb: str) -> None:
+    """Raise a `DivergenceError` if ranks differ in a value; `verb` is what they do with it. `every` is by rank."""
+    for name in names:
+        for rank, other in enumerate(every):
+            if other[name] != every[0][name]:
+                raise DivergenceError(
+                    f"every rank must {verb} the same {name}: rank 0 has {every[0][name]}, rank {rank} has "
+                    f"{other[name]}"
+                )
 
 
 def diverged(comm: Ranks, label: str, mine: str) -> DivergenceError:

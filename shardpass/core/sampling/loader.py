@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardpass.core.ranks import Ranks, derive_seed
+from shardpass.core.ranks import Ranks, derive_seed, require_same
 from shardpass.core.sampling.fetch import RowFetcher
 from shardpass.core.sampling.neighbours import Drawer
 from shardpass.core.sampling.prefetch import BatchIterator, Work
@@ -19,7 +19,6 @@ from shardpass.core.sampling.sample import Sample, sample
 from shardpass.core.sampling.seeds import Seeds, deal, number_of_steps, order_of
 from shardpass.core.sampling.source import Array, SampledSource
 from shardpass.core.sharding import EdgeType, NodeType
-from shardpass.errors import DivergenceError
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,8 @@ class Sampler:
     def __init__(
         self, comm: Ranks, settings: Settings, words: str, source_of: Callable[[str | None], SampledSource]
     ) -> None:
-        _agree_on(comm, f"{words}{settings}")
+        every = comm.all_gather_object({"loader": f"{words}{settings}"}, "sampling: settings")
+        require_same(every, ("loader",), "make")
         own, ahead = _own_ranks(comm, settings.prefetch)
         self.settings = replaced(settings, prefetch=ahead)
         self.source = replaced(source_of(settings.weight), comm=own)
@@ -179,17 +179,3 @@ def _own_ranks(comm: Ranks, prefetch: int) -> tuple[Ranks, int]:
     allowed = torch.tensor([prefetch if comm.serves_threads else 0], device=comm.device)
     ahead = int(comm.all_reduce(allowed, "min", "sampling: prefetch"))
     return (comm.duplicate("sampling"), ahead) if ahead else (comm, 0)
-
-
-def _agree_on(comm: Ranks, words: str) -> None:
-    """Return only if every rank describes its loader by the same words. Collective.
-
-    Raises:
-        DivergenceError: with the words of two ranks, if they differ.
-    """
-    found = comm.all_gather_object(words, "sampling: settings")
-    other = next((rank for rank, text in enumerate(found) if text != found[0]), None)
-    if other is not None:
-        raise DivergenceError(
-            f"every rank must make the same loader: rank 0 has {found[0]}, rank {other} has {found[other]}"
-        )

@@ -159,24 +159,18 @@ def get_socket() -> SocketInfo:
     """
     name = os.environ.get(SOCKET_VARIABLE, "")
     if name:
-        return SocketInfo(name, _address_of(name))
+        found = backends.addresses_of(name)
+        if not found:
+            known = ", ".join(other for _, other in socket.if_nameindex())
+            raise ValueError(
+                f"{SOCKET_VARIABLE}={name!r} is no network interface of {socket.gethostname()} with an IPv4 address, "
+                f"which has: {known}"
+            )
+        return SocketInfo(name, found[0])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         probe.connect(("192.0.2.1", 9))  # sends nothing: only asks which interface would be used
         return SocketInfo(name, str(probe.getsockname()[0]))
     return SocketInfo(name, "127.0.0.1")
-
-
-def _address_of(interface: str) -> str:
-    known = [name for _, name in socket.if_nameindex()]
-    if interface not in known:
-        raise ValueError(
-            f"{SOCKET_VARIABLE}={interface!r} is no network interface of {socket.gethostname()}, which has: "
-            f"{', '.join(known)}"
-        )
-    found = backends.addresses_of(interface)
-    if not found:
-        raise ValueError(f"{SOCKET_VARIABLE}={interface!r} has no IPv4 address")
-    return found[0]
 
 
 def get_ip_address(ip_file: str) -> str:
@@ -269,8 +263,7 @@ def all_reduce(red_tensor: Tensor, op: Any = "sum", move_to_comm_device: bool = 
     It has the same shape and dtype on every rank, and may be on any device: `move_to_comm_device` is ignored. `op` is
     SUM, MAX, MIN or PRODUCT of ``torch.distributed.ReduceOp``, or its name.
     """
-    name = str(op).split(".")[-1].lower()
-    name = {"product": "prod"}.get(name, name)
+    name = str(op).split(".")[-1].lower().replace("product", "prod")
     if name not in ("sum", "max", "min", "prod"):
         raise ValueError(f"all_reduce: the operation is {op!r}; expected SUM, MAX, MIN or PRODUCT")
     comm = communicator()
@@ -285,7 +278,7 @@ def exchange_tensors(tensors: Sequence[Tensor], recv_sizes: Sequence[int] | None
     Only first dimensions may differ. A `ValueError` if there is not one tensor for each rank, or if other numbers of
     rows come than `recv_sizes` says.
     """
-    return _exchanged(tensors, [None] * len(tensors) if recv_sizes is None else recv_sizes, "exchange_tensors")
+    return _exchanged(tensors, recv_sizes, "exchange_tensors")
 
 
 def all_to_all(
@@ -324,16 +317,14 @@ def exchange_single_tensor(recv_idx: int, send_idx: int, recv_tensor: Tensor, se
         recv_tensor.copy_(_exchanged(sent, rows, "exchange_single_tensor")[recv_idx])
 
 
-def _exchanged(tensors: Sequence[Tensor], rows: Sequence[int | None], who: str) -> list[Tensor]:
+def _exchanged(tensors: Sequence[Tensor], rows: Sequence[int] | None, who: str) -> list[Tensor]:
     comm = communicator()
-    if not len(tensors) == len(rows) == comm.size:
-        raise ValueError(
-            f"{who}: expected one tensor for each of {comm.size} ranks, found {len(tensors)} ({len(rows)})"
-        )
+    if any(len(given) != comm.size for given in (tensors, tensors if rows is None else rows)):
+        raise ValueError(f"{who}: expected one tensor for each of {comm.size} ranks, found {len(tensors)}")
     agree_on_changes(comm)
     with torch.no_grad():
         found = comm.all_to_all([tensor.detach().contiguous().to(comm.device) for tensor in tensors], who)
     came = [tensor.size(0) for tensor in found]
-    if any(wanted not in (None, count) for wanted, count in zip(rows, came)):
+    if rows is not None and came != list(rows):
         raise ValueError(f"{who} on rank {comm.rank}: expected {list(rows)} rows from the ranks, found {came}")
     return [tensor.to(sent.device) for tensor, sent in zip(found, tensors)]

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import dgl
 import torch
 from torch import Tensor
 
 from shardpass.core.graphs import build_relation
-from shardpass.core.ranks import Ranks
+from shardpass.core.ranks import Ranks, gather_or_fail, require_same
 from shardpass.core.sharding import Ownership
-from shardpass.errors import DivergenceError, PeerFailure
 from shardpass.frontends.dgl.structure import Edges, Nodes
 from shardpass.frontends.sar._state import communicator
 from shardpass.frontends.sar.common_tuples import CanonicalType, PartitionData
 from shardpass.frontends.sar.config import ConfiguredEdges, follow, options, words
-from shardpass.frontends.sar.core.graphshard import GraphShardManager, NodeRanges, Whole
+from shardpass.frontends.sar.core.graphshard import GraphShardManager, NodeRanges
 from shardpass.frontends.sar.data_loading import load_dgl_partition_data_from_graph
-from shardpass.frontends.sar.own_part import OwnPart, merge_types, own_part, schemas, take_over
+from shardpass.frontends.sar.own_part import OwnPart, merge_types, numbers_within, own_part, schema_of, take_over
 
 
 def construct_full_graph(partition_data: PartitionData, homogeneous: bool = False) -> GraphShardManager:
@@ -38,20 +38,26 @@ def construct_full_graph(partition_data: PartitionData, homogeneous: bool = Fals
             raises it; the others name that rank.
         DivergenceError: ranks hold parts of different partitions, or differ in `Config`.
     """
-    comm, part, problem = communicator(), None, None
+    comm, part, mine, problem = communicator(), None, dict[str, Any](), None
     try:
-        words()
         part = own_part(partition_data, comm.rank, comm.size)
+        types = [partition_data.node_type_names, partition_data.edge_type_names, part.ranges]
+        mine = {"partition": json.dumps(types), "Config": words(), "homogeneous": homogeneous}
+        mine["stored"] = schema_of(part)
     except (ValueError, TypeError) as error:
         problem = error
-    part = _agreed(comm, partition_data, homogeneous, part, problem)
-    comm.move_to(part.device)  # tensors of the graph are there, and everything else follows them
+    every = gather_or_fail(comm, "construct_full_graph", mine, problem, "could not construct the graph")
+    require_same(every, ("partition", "Config", "homogeneous"), "construct with")
+    assert part is not None
+    device, stored = partition_data.all_shard_edges[0].edges[0].device, [other["stored"] for other in every]
+    take_over(part, stored, device)
+    comm.move_to(device)  # tensors of the graph are there, and everything else follows them
     follow(comm)
+    part = merge_types(part, partition_data.node_ranges, stored) if homogeneous else part
     made = _graph(comm, part)
-    nodes = {kind: made.nodes_of(kind).total for kind in made.ntypes}
     edges = {kind: made.edges_of(kind).total for kind in made.canonical_etypes}
     ranges = NodeRanges((start, end) for start, end in partition_data.node_ranges)
-    return made.known(Whole(ranges, part.ranges, partition_data.partition_book, nodes, edges))
+    return made.share_of(ranges, part.ranges, partition_data.partition_book, edges)
 
 
 def construct_mfgs(
@@ -87,58 +93,25 @@ def convert_dist_graph(dist_graph: Any) -> GraphShardManager:
 
 def _own_rows(graph: GraphShardManager, seed_nodes: Any) -> dict[str, Tensor]:
     """The seeds as rows of this rank's part, in ascending order, by node type of the graph. Collective."""
-    rank = graph.comm.rank
+    rank, problem = graph.comm.rank, None
     seeds = torch.unique(torch.as_tensor(seed_nodes).to(torch.int64)).to(graph.device)
-    starts = {kind: own[rank] for kind, own in graph.type_ranges.items()}
-    rows = {kind: seeds[(seeds >= start) & (seeds < end)] - start for kind, (start, end) in starts.items()}
+    rows = {kind: numbers_within([own[rank]], seeds) for kind, own in graph.type_ranges.items()}
     num_foreign = seeds.numel() - sum(part.numel() for part in rows.values())
-    everywhere = graph.comm.all_gather_object(num_foreign, "construct_mfgs: seeds")
     if num_foreign:
         start, end = graph.tgt_node_range
-        raise ValueError(
+        problem = ValueError(
             f"rank {rank}: {num_foreign} of the seed nodes are not its own; expected ids in [{start}, {end}), which "
             f"are rows of its part plus partition_data.node_ranges[{rank}][0]"
         )
-    for other, count in enumerate(everywhere):
-        if count:
-            raise PeerFailure(f"rank {other} passed seed nodes to construct_mfgs that are not its own")
+    gather_or_fail(graph.comm, "construct_mfgs: seeds", None, problem, "passed seed nodes to construct_mfgs")
     return rows
-
-
-def _agreed(
-    comm: Ranks, data: PartitionData, homogeneous: bool, part: OwnPart | None, problem: Exception | None
-) -> OwnPart:
-    """This rank's part, once all ranks agree on the partition and on `Config`. Collective."""
-    mine = {
-        "problem": "" if problem is None else str(problem),
-        "partition": json.dumps([data.node_type_names, data.edge_type_names, part.ranges if part else {}]),
-        "Config": "" if problem else words(),
-        "homogeneous": str(homogeneous),
-        "stored": schemas(part) if part else {},
-    }
-    theirs = comm.all_gather_object(mine, "construct_full_graph")
-    if problem is not None:
-        raise problem
-    for rank, other in enumerate(theirs):
-        if other["problem"]:
-            raise PeerFailure(f"rank {rank} could not construct the graph: {other['problem']}")
-        for what in ("partition", "Config", "homogeneous"):
-            if other[what] != theirs[0][what]:
-                raise DivergenceError(
-                    f"every rank must construct with the same {what}: rank 0 has {theirs[0][what][:400]}, rank {rank} "
-                    f"has {other[what][:400]}"
-                )
-    assert part is not None
-    stored = [other["stored"] for other in theirs]
-    take_over(part, stored)
-    return merge_types(part, data.node_ranges, stored) if homogeneous else part
 
 
 def _graph(comm: Ranks, part: OwnPart) -> GraphShardManager:
     owned = {kind: Ownership.from_counts([end - start for start, end in ends]) for kind, ends in part.ranges.items()}
     nodes = {}
     for kind, ends in part.ranges.items():
-        fields = {name: rows.to(comm.device) for name, rows in part.node_fields[kind].items()}
+        fields = {name: rows.to(comm.device) for name, rows in part.nodes[kind].items()}
         ids = torch.arange(*ends[comm.rank], device=comm.device)
         nodes[kind] = Nodes(ids.numel(), owned[kind].num_total, ids, fields)
     edges = {kind: _edges(comm, kind, part, owned[kind[0]]) for kind in part.edges}
@@ -146,12 +119,11 @@ def _graph(comm: Ranks, part: OwnPart) -> GraphShardManager:
 
 
 def _edges(comm: Ranks, kind: CanonicalType, part: OwnPart, sources: Ownership) -> Edges:
-    listed, ends = part.edges[kind], (kind[0], kind[2])
-    shifts = torch.tensor([first - own[0] for first, own in zip(sources.offsets, part.ranges[kind[0]])])
-    src_ids = listed.src + shifts.to(listed.src.device)[listed.parts]
-    dst_rows, num_dst = listed.dst - part.ranges[kind[2]][comm.rank][0], part.counts[kind[2]]
-    stored = listed.fields.get("orig_id")
-    ids = listed.ids if stored is None or stored.dim() != 1 or stored.is_floating_point() else stored.to(torch.int64)
-    relation = build_relation(comm, sources, src_ids, dst_rows, num_dst, ids, listed.fields, options(), ends)
-    total = sum(comm.all_gather_object(listed.src.numel(), f"edges of {kind}"))
-    return ConfiguredEdges.like(Edges.of(kind, relation, total))
+    (src, dst), fields = part.edges[kind]
+    ends, (first, end) = (kind[0], kind[2]), part.ranges[kind[2]][comm.rank]
+    src_ids, ids = numbers_within(part.ranges[kind[0]], src), fields.pop(dgl.EID)
+    stored = fields.get("orig_id", ids)
+    if stored.dim() == 1 and not stored.is_floating_point():
+        ids = stored.to(torch.int64)
+    relation = build_relation(comm, sources, src_ids, dst - first, end - first, ids, fields, options(), ends)
+    return ConfiguredEdges.like(Edges.of(kind, relation, sum(comm.all_gather_object(len(src), f"edges of {kind}"))))

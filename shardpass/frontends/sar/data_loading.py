@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import dgl
 import numpy as np
@@ -14,27 +14,16 @@ from dgl.distributed import load_partition_book
 from torch import Tensor
 
 from shardpass.data.readers.dgl_partitions import (
-    Description,
-    PartGraph,
-    Stored,
     as_mask,
-    integers,
     own_edges,
-    owner_of,
     read_description,
+    read_fields,
     read_part_graph,
     read_tensors,
 )
-from shardpass.frontends.sar.common_tuples import CanonicalType, PartitionData, Ranges, ShardEdgesAndFeatures
+from shardpass.frontends.sar.common_tuples import CanonicalType, PartitionData, ShardEdgesAndFeatures
 
-
-class _OwnEdges(NamedTuple):
-    """The edges into this rank's nodes: ids of both ends, the type of each edge and its number in the type."""
-
-    src: Tensor
-    dst: Tensor
-    kinds: Tensor
-    numbers: Tensor
+Fields = dict[str, Tensor]
 
 
 def load_dgl_partition_data(
@@ -54,24 +43,20 @@ def load_dgl_partition_data(
     Raises:
         ValueError: there is no such part, or a file is missing, cut short or altered. It names the file.
     """
-    description = read_description(Path(partition_json_file))
-    num_parts, part = description.nodes.num_parts, own_partition_idx
-    if not 0 <= part < num_parts:
-        raise ValueError(f"{description.path} has the parts 0 to {num_parts - 1}, no part {part}; pass the rank")
-    _check_numbering(description)
-    files = description.parts[part]
-    graph = read_part_graph(files.graph)
+    description, part = read_description(Path(partition_json_file)), own_partition_idx
+    if not 0 <= part < len(description.parts):
+        raise ValueError(
+            f"{description.path} has the parts 0 to {len(description.parts) - 1}, no part {part}; pass the rank"
+        )
+    files, (nodes, edges) = description.parts[part], (description.nodes.sizes, description.edges.sizes)
     labels = [":".join(kind) for kind in description.edge_types]
-    features = _features(files.edge_fields, labels, description.edges.sizes[:, part].tolist())
-    edge_ids, src, dst = own_edges(description, part, graph)
-    kinds, numbers, _ = description.edges.locate(edge_ids, files.graph)
-    edges = _OwnEdges(*(torch.from_numpy(array.astype(np.int64)) for array in (src, dst, kinds, numbers)))
-    starts = [description.edges.rows(kind, part).start for kind in range(len(labels))]
-    node_features = _node_features(description, part, graph)
+    edge_features = _features(files.edge_fields, "orig_eids.dgl", labels, edges[:, [part]])
+    numbers = own_edges(description, part, read_part_graph(files.graph))
+    ids, src, dst = (torch.from_numpy(array.astype(np.int64)) for array in numbers)
+    node_features = _features(files.node_fields, "orig_nids.dgl", description.node_types, nodes[:, [part]])
     book, *_ = load_partition_book(str(partition_json_file), part)
-    return _part_of(
-        book, node_features, description.node_types, edges, description.edge_types, features, starts, device
-    )
+    types = description.node_types, description.edge_types
+    return _part_of(book, *types, node_features, edge_features, ids, src, dst, device)
 
 
 def load_dgl_partition_data_from_graph(graph: Any, device: torch.device | str = "cpu") -> PartitionData:
@@ -80,106 +65,57 @@ def load_dgl_partition_data_from_graph(graph: Any, device: torch.device | str = 
     All node and edge features of the DistGraph come along. Args and result otherwise as `load_dgl_partition_data`.
     """
     book, local = graph.get_partition_book(), graph.local_partition
-    part, node_types = int(book.partid), list(graph.ntypes)
-    edge_types: list[CanonicalType] = [tuple(kind) for kind in graph.canonical_etypes]
-    inner = local.edata["inner_edge"].bool()
-    ids = local.ndata[dgl.NID]
-    src, dst = local.edges(order="eid")
-    kinds, numbers = book.map_to_per_etype(local.edata[dgl.EID][inner])
-    edges = _OwnEdges(ids[src[inner]], ids[dst[inner]], kinds.to(torch.int64), numbers)
-    nodes = {kind: book.partid2nids(part, kind) for kind in node_types}
-    own = {kind: book.partid2eids(part, kind) for kind in edge_types}
-    node_features = _pulled(graph.nodes, nodes, str)
-    node_features[dgl.NTYPE] = _numbered([rows.numel() for rows in nodes.values()])
-    features = _pulled(graph.edges, own, ":".join)
-    starts = [int(own[kind][0]) if own[kind].numel() else 0 for kind in edge_types]
-    return _part_of(book, node_features, node_types, edges, edge_types, features, starts, device)
+    node_types, edge_types = list(graph.ntypes), [tuple(kind) for kind in graph.canonical_etypes]
+    nodes = {kind: book.partid2nids(int(book.partid), kind) for kind in node_types}
+    edges = {kind: book.partid2eids(int(book.partid), kind) for kind in edge_types}
+    inner, ids = local.edata["inner_edge"].bool(), local.ndata[dgl.NID]
+    src, dst = (ids[end[inner]] for end in local.edges(order="eid"))
+    features = _pulled(graph.nodes, nodes), _pulled(graph.edges, edges)
+    return _part_of(book, node_types, edge_types, *features, local.edata[dgl.EID][inner], src, dst, device)
 
 
 def _part_of(
-    book: Any, node_features: dict[str, Tensor], node_types: Sequence[str], edges: _OwnEdges,
-    edge_types: Sequence[CanonicalType], features: Mapping[str, Tensor], starts: Sequence[int], device: Any,
+    book: Any, node_types: Sequence[str], edge_types: Sequence[CanonicalType], node_features: Sequence[Fields],
+    edge_features: Sequence[Fields], edge_ids: Tensor, src: Tensor, dst: Tensor, device: Any,
 ) -> PartitionData:  # fmt: skip
-    """The edges by the part of their source, sorted by type and then by number, and everything else as it is.
+    """The edges by the part of their source, each part's in the order of DGL's ids, and so by type and number.
 
-    The features of edges are by full name. The row of an edge is its number less the entry of `starts` of its type.
+    The features of each type are by name. Those of edges have a row for each own edge of the type, in the same order.
     """
-    order = torch.from_numpy(np.lexsort((edges.numbers.numpy(), edges.kinds.numpy())))
-    src, dst, kinds, numbers = (tensor[order] for tensor in edges)
-    ranges: Ranges = []
-    shards = []
+    order = edge_ids.argsort()
+    src, dst, (kinds, numbers) = src[order], dst[order], book.map_to_per_etype(edge_ids[order])
+    kinds, ranges, shards = kinds.to(torch.int64), [(0, 0)], []
+    firsts = torch.searchsorted(kinds, torch.arange(len(edge_types)))
     for part in range(book.num_partitions()):
-        start = ranges[-1][1] if ranges else 0
+        start = ranges[-1][1]
         ranges.append((start, start + book.partid2nids(part).numel()))
         mine = ((src >= start) & (src < ranges[-1][1])).nonzero().view(-1)
         found = {dgl.EID: numbers[mine].to(device), dgl.ETYPE: kinds[mine].to(device)}
         for kind, names in enumerate(edge_types):
-            rows = numbers[mine[kinds[mine] == kind]] - starts[kind]
-            label = f"{':'.join(names)}/"
-            found |= {name: stored[rows].to(device) for name, stored in features.items() if name.startswith(label)}
+            rows = mine[kinds[mine] == kind] - firsts[kind]
+            fields = edge_features[kind].items()
+            found |= {f"{':'.join(names)}/{name}": stored[rows].to(device) for name, stored in fields}
         shards.append(ShardEdgesAndFeatures((src[mine].to(device), dst[mine].to(device)), found))
-    return PartitionData(shards, ranges, node_features, list(node_types), list(edge_types), book)
+    kept = {f"{kind}/{name}": rows for kind, fields in zip(node_types, node_features) for name, rows in fields.items()}
+    counts = [book.partid2nids(int(book.partid), kind).numel() for kind in node_types]
+    kept[dgl.NTYPE] = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    return PartitionData(shards, ranges[1:], kept, list(node_types), list(edge_types), book)
 
 
-def _check_numbering(description: Description) -> None:
-    """Raise unless the nodes are numbered part by part, and in a part type by type, as DGL does it."""
-    sizes = description.nodes.sizes.T
-    ends = sizes.cumsum().reshape(sizes.shape)
-    parts, kinds = sizes.nonzero()
-    for ids in (ends - sizes, ends - 1):
-        found_kinds, _, found_parts = description.nodes.locate(ids[parts, kinds], description.path)
-        if (found_kinds != kinds).any() or (found_parts != parts).any():
-            raise ValueError(
-                f"{description.path} is altered: its node ids do not go part by part, and within a part type by type"
-            )
+def _features(path: Path, original: str, labels: Sequence[str], sizes: np.ndarray) -> list[Fields]:
+    """What is stored of a part's own nodes or edges by type and name, with original ids of a file beside it."""
+    stored = read_fields(labels, sizes, [path])
+    if path.with_name(original).exists():
+        for label, ids in read_tensors(path.with_name(original)).items():
+            stored[labels.index(label)].setdefault("orig_id", torch.from_numpy(np.array(ids.values)))
+    return stored
 
 
-def _node_features(description: Description, part: int, graph: PartGraph) -> dict[str, Tensor]:
-    files, types, counts = description.parts[part], description.node_types, description.nodes.sizes[:, part].tolist()
-    found = _features(files.node_fields, types, counts)
-    found[dgl.NTYPE] = _numbered(counts)
-    if len(types) == 1 and "orig_id" in graph.node_data:
-        ids = integers(graph.node_data, "_ID", files.graph)
-        inner = np.flatnonzero(integers(graph.node_data, "inner_node", files.graph))
-        inner = inner[ids[inner].argsort()]
-        found.setdefault(f"{types[0]}/orig_id", _tensor(graph.node_data["orig_id"])[torch.from_numpy(inner)])
-    return found
-
-
-def _features(path: Path, labels: Sequence[str], counts: Sequence[int]) -> dict[str, Tensor]:
-    """What is stored of a part's own nodes or edges, by ``<label>/<name>``."""
-    found = dict(read_tensors(path))
-    originals = path.with_name("orig_nids.dgl" if path.name.startswith("node") else "orig_eids.dgl")
-    if originals.exists():
-        for label, stored in read_tensors(originals).items():
-            found.setdefault(f"{label}/orig_id", stored)
-    features = {}
-    for key, stored in found.items():
-        owner, name = owner_of(key, labels, path)
-        if stored.values.shape[:1] != (counts[owner],):
-            raise ValueError(
-                f"{path} is altered: {key!r} is {list(stored.values.shape)}; expected {counts[owner]} rows"
-            )
-        features[key] = as_mask(name, _tensor(stored))
-    return features
-
-
-def _tensor(stored: Stored) -> Tensor:
-    return torch.from_numpy(np.array(stored.values)).view(stored.dtype)
-
-
-def _numbered(counts: Sequence[int]) -> Tensor:
-    """The number of the type of each node."""
-    return torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-
-
-def _pulled(views: Any, rows: Mapping[Any, Tensor], label: Callable[[Any], str]) -> dict[str, Tensor]:
+def _pulled(views: Any, rows: Mapping[Any, Tensor]) -> list[Fields]:
     """Some rows of the distributed tensors of each type."""
-    return {
-        f"{label(kind)}/{name}": as_mask(name, tensor[ids])
-        for kind, ids in rows.items()
-        for name, tensor in views[kind].data.items()
-    }
+    return [
+        {name: as_mask(name, tensor[ids]) for name, tensor in views[kind].data.items()} for kind, ids in rows.items()
+    ]
 
 
 def suffix_key_lookup(
@@ -208,11 +144,10 @@ def suffix_key_lookup(
         raise ValueError("expand_to_all=True needs the type_list, for example partition_data.node_type_names")
     if key in feature_dict:
         return feature_dict[key]
-    matches = [name for name in feature_dict if name.endswith(f"/{key}")]
-    labels = [kind if isinstance(kind, str) else ":".join(kind) for kind in type_list or ()]
-    if type_list is not None:
-        matches = [name for name in matches if name[: -len(key) - 1] in labels]
-    if not matches:
+    found = {name.removesuffix(f"/{key}"): rows for name, rows in feature_dict.items() if name.endswith(f"/{key}")}
+    labels = [kind if isinstance(kind, str) else ":".join(kind) for kind in type_list or found]
+    found = {label: found[label] for label in labels if label in found}
+    if not found:
         among = "" if type_list is None else f" of the types {labels}"
         warnings.warn(
             f"no feature{among} is called {key!r}, so the result is an empty tensor; there are: "
@@ -220,26 +155,21 @@ def suffix_key_lookup(
             stacklevel=2,
         )
         return torch.empty(0, dtype=torch.int64)
-    if type_list is not None:
-        return _joined(feature_dict, key, labels, expand_to_all)
-    if len(matches) > 1:
-        raise ValueError(f"{key!r} means {', '.join(matches)}: pass one of them, or the type_list to join them")
-    return feature_dict[matches[0]]
-
-
-def _joined(features: Mapping[str, Tensor], key: str, labels: Sequence[str], expand: bool) -> Tensor:
-    """The rows of the types one after the other, with zeros for those that lack the feature or without them."""
-    first = next(features[f"{label}/{key}"] for label in labels if f"{label}/{key}" in features)
-    parts = []
-    for number, label in enumerate(labels):
-        if f"{label}/{key}" in features:
-            parts.append(features[f"{label}/{key}"])
-        elif expand:
-            parts.append(first.new_zeros((_count(features, label, number), *first.shape[1:])))
-    kinds = {f"{str(part.dtype).removeprefix('torch.')} rows of shape {list(part.shape[1:])}" for part in parts}
+    first, *others = found.values()
+    if type_list is None and others:
+        names = ", ".join(f"{label}/{key}" for label in found)
+        raise ValueError(f"{key!r} means {names}: pass one of them, or the type_list to join them")
+    if type_list is None:
+        return first
+    kinds = {
+        f"{str(part.dtype).removeprefix('torch.')} rows of shape {list(part.shape[1:])}" for part in found.values()
+    }
     if len(kinds) > 1:
-        raise ValueError(f"{key!r} differs between the types {list(labels)}: {' and '.join(sorted(kinds))}")
-    return torch.cat(parts)
+        raise ValueError(f"{key!r} differs between the types {labels}: {' and '.join(sorted(kinds))}")
+    for number, label in enumerate(labels if expand_to_all else ()):
+        if label not in found:
+            found[label] = first.new_zeros((_count(feature_dict, label, number), *first.shape[1:]))
+    return torch.cat([found[label] for label in labels if label in found])
 
 
 def _count(features: Mapping[str, Tensor], label: str, number: int) -> int:

@@ -3,43 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import dgl
 import torch
 from torch import Tensor
 
 from shardpass.frontends.dgl.convert import DGL_EDGE, DGL_NODE
-from shardpass.frontends.sar.common_tuples import CanonicalType, PartitionData, Ranges
+from shardpass.frontends.sar.common_tuples import CanonicalType, PartitionData, Ranges, ShardEdgesAndFeatures
 
-Schema = dict[str, dict[str, Any]]
+Schema = dict[str, tuple[int, dict[str, list[Any]]]]
 
 
-@dataclass
-class EdgeList:
-    """The edges of one type into this rank's nodes: their ids, and tensors with a row for each, by name.
+class OwnPart(NamedTuple):
+    """The part of a rank by type, with the ids of `PartitionData.node_ranges`.
 
-    parts: the part of each source, int64 [num_edges].
-    src, dst: the nodes at both ends, in the numbering of `PartitionData.node_ranges`.
+    ranges: (first id, end) of the nodes of each type in each part.
+    nodes: tensors with a row for each node, by name.
+    edges: all edges into this rank's nodes. Their ids are the feature ``_ID`` (``dgl.EID``).
     """
 
-    parts: Tensor
-    src: Tensor
-    dst: Tensor
-    ids: Tensor
-    fields: dict[str, Tensor]
-
-
-@dataclass
-class OwnPart:
-    """The part of a rank by type. `ranges` are the first id, and the end, of the nodes of each type in each part."""
-
     rank: int
-    device: torch.device
     ranges: dict[str, Ranges]
-    node_fields: dict[str, dict[str, Tensor]]
-    edges: dict[CanonicalType, EdgeList]
+    nodes: dict[str, dict[str, Tensor]]
+    edges: dict[CanonicalType, ShardEdgesAndFeatures]
 
     @property
     def counts(self) -> dict[str, int]:
@@ -57,11 +44,27 @@ def own_part(data: PartitionData, rank: int, size: int) -> OwnPart:
     ranges = _ranges_by_type(data)
     only = next(iter(ranges))
     kinds: list[CanonicalType] = [(src, kind, dst) for src, kind, dst in data.edge_type_names]
-    kinds = kinds or [(only, DGL_EDGE[1], only)]
-    part = OwnPart(rank, data.all_shard_edges[0].edges[0].device, ranges, {}, {})
-    part.edges = {kind: _edge_list(data, kinds, kind, ranges, rank) for kind in kinds}
-    part.node_fields = _node_fields(data.node_features, part.counts)
+    part = OwnPart(rank, ranges, _by_type(data.node_features, list(ranges)), {})
+    part.edges.update(_edges(data, kinds or [(only, DGL_EDGE[1], only)], ranges, rank))
+    for kind, fields in part.nodes.items():
+        for name, rows in fields.items():
+            if rows.size(0) != part.counts[kind]:
+                raise ValueError(
+                    f"node feature {name!r} has {rows.size(0)} rows; this rank has {part.counts[kind]} such nodes"
+                )
     return part
+
+
+def numbers_within(ranges: Ranges, ids: Tensor) -> Tensor:
+    """The numbers of those `ids` that are nodes of a type, among all nodes of the type or those of some parts.
+
+    Args:
+        ranges: (first id, end) of the nodes of the type in these parts.
+    """
+    starts, ends = torch.tensor(ranges, device=ids.device).T.contiguous()
+    part = torch.searchsorted(ends, ids, right=True).clamp(max=len(ranges) - 1)
+    shifts = (ends - starts).cumsum(0) - ends
+    return (ids + shifts[part])[(ids >= starts[part]) & (ids < ends[part])]
 
 
 def _check_ranks(data: PartitionData, rank: int, size: int) -> None:
@@ -81,8 +84,7 @@ def _check_ranks(data: PartitionData, rank: int, size: int) -> None:
 
 
 def _ranges_by_type(data: PartitionData) -> dict[str, Ranges]:
-    """(First id, end) of the nodes of each type in each part."""
-    names = list(data.node_type_names) or ["_N"]
+    names = list(data.node_type_names) or [DGL_NODE]
     if len(names) == 1:
         return {names[0]: [(start, end) for start, end in data.node_ranges]}
     if data.partition_book is None:
@@ -96,42 +98,37 @@ def _ranges_by_type(data: PartitionData) -> dict[str, Ranges]:
     return ranges
 
 
-def _edge_list(
-    data: PartitionData, kinds: Sequence[CanonicalType], kind: CanonicalType, ranges: Mapping[str, Ranges], rank: int
-) -> EdgeList:
-    found: dict[str, list[Tensor]] = {"parts": [], "src": [], "dst": [], "ids": []}
-    fields: dict[str, list[Tensor]] = {}
-    label, position = ":".join(kind), 0
-    for part, (edges, features) in enumerate(data.all_shard_edges):
-        chosen = _of_type(features, edges[0], kinds.index(kind), len(kinds))
-        src = _within(edges[0][chosen], ranges[kind[0]][part])
-        dst = _within(edges[1][chosen], ranges[kind[2]][rank])
-        default = torch.arange(position, position + chosen.numel(), device=chosen.device)
-        ids = features[dgl.EID][chosen] if dgl.EID in features else default
-        for pieces, rows in zip(found.values(), (torch.full_like(src, part), src, dst, ids)):
-            pieces.append(rows)
-        for name, rows in _fields_of(features, label, len(kinds) == 1).items():
-            if rows.size(0) != chosen.numel():
-                raise ValueError(
-                    f"feature {name!r} of edges {label} from part {part} has {rows.size(0)} rows for "
-                    f"{chosen.numel()} edges"
-                )
-            fields.setdefault(name, []).append(rows)
-        position += chosen.numel()
-    for name, pieces in fields.items():
-        if len(pieces) != len(data.node_ranges):
-            raise ValueError(f"feature {name!r} of edges {label} is missing in some of the shards")
-    joined = {name: torch.cat(pieces) for name, pieces in found.items()}
-    return EdgeList(**joined, fields={name: torch.cat(pieces) for name, pieces in fields.items()})
+def _by_type(features: Mapping[str, Tensor], labels: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+    """The stored features of each type by plain name. A name without a type belongs to the only type, if there is one.
+
+    What has rows of several types is left out: ids, types, and what the user has added.
+    """
+    found: dict[str, dict[str, Tensor]] = {label: {} for label in labels}
+    for key, rows in features.items():
+        owners = [label for label in labels if key.startswith(f"{label}/")] or list(labels)[: len(labels) == 1]
+        if owners and key not in (dgl.NID, dgl.NTYPE):  # which are dgl.EID and dgl.ETYPE too
+            label = max(owners, key=len)
+            found[label][key.removeprefix(f"{label}/")] = rows
+    return found
 
 
-def _of_type(features: Mapping[str, Tensor], like: Tensor, number: int, num_types: int) -> Tensor:
-    """Positions of the edges of a type."""
-    if num_types == 1:
-        return torch.arange(like.numel(), device=like.device)
-    if dgl.ETYPE not in features:
-        raise ValueError(f"edge_features lacks {dgl.ETYPE!r}, the type of each edge, but there are {num_types} types")
-    return (features[dgl.ETYPE] == number).nonzero().view(-1)
+def _edges(
+    data: PartitionData, kinds: Sequence[CanonicalType], ranges: Mapping[str, Ranges], rank: int
+) -> dict[CanonicalType, ShardEdgesAndFeatures]:
+    pieces: dict[CanonicalType, list[ShardEdgesAndFeatures]] = {kind: [] for kind in kinds}
+    for part, ((src, dst), features) in enumerate(data.all_shard_edges):
+        stored = _by_type(features, [":".join(kind) for kind in kinds])
+        if len(kinds) > 1 and dgl.ETYPE not in features:
+            raise ValueError(f"edge_features lacks {dgl.ETYPE!r}, the type of each edge; there are {len(kinds)} types")
+        types = features[dgl.ETYPE] if len(kinds) > 1 else torch.zeros_like(src)
+        for number, kind in enumerate(kinds):
+            chosen = (types == number).nonzero().view(-1)
+            ends = _within(src[chosen], ranges[kind[0]][part]), _within(dst[chosen], ranges[kind[2]][rank])
+            position = sum(piece.edges[0].numel() for piece in pieces[kind])
+            ids = features[dgl.EID][chosen] if dgl.EID in features else torch.arange(len(chosen)) + position
+            fields = {**stored[":".join(kind)], dgl.EID: ids.to(src.device, torch.int64)}
+            pieces[kind].append(ShardEdgesAndFeatures(ends, fields))
+    return {kind: _joined(":".join(kind), found) for kind, found in pieces.items()}
 
 
 def _within(ids: Tensor, ends: tuple[int, int]) -> Tensor:
@@ -145,39 +142,41 @@ def _within(ids: Tensor, ends: tuple[int, int]) -> Tensor:
     return ids.to(torch.int64)
 
 
-def _fields_of(features: Mapping[str, Tensor], label: str, only_type: bool) -> dict[str, Tensor]:
-    found = {name: rows for name, rows in features.items() if only_type and "/" not in name}
-    found |= {name[len(label) + 1 :]: rows for name, rows in features.items() if name.startswith(f"{label}/")}
-    return {name: rows for name, rows in found.items() if name not in (dgl.EID, dgl.ETYPE)}
-
-
-def _node_fields(features: Mapping[str, Tensor], counts: Mapping[str, int]) -> dict[str, dict[str, Tensor]]:
-    found: dict[str, dict[str, Tensor]] = {kind: {} for kind in counts}
-    for key, rows in features.items():
-        if key in (dgl.NID, dgl.NTYPE):
-            continue
-        kinds = [kind for kind in counts if key.startswith(f"{kind}/")]
-        if not kinds and len(counts) > 1:
-            continue  # a feature that the user added, with rows of several types
-        kind = max(kinds, key=len, default=next(iter(counts)))
-        if rows.size(0) != counts[kind]:
-            raise ValueError(f"node feature {key!r} has {rows.size(0)} rows; this rank has {counts[kind]} such nodes")
-        found[kind][key[len(kind) + 1 :] if kinds else key] = rows
-    return found
+def _joined(label: str, pieces: Sequence[ShardEdgesAndFeatures]) -> ShardEdgesAndFeatures:
+    """The edges of a type from all parts, one part after the other."""
+    for part, ((src, _), fields) in enumerate(pieces):
+        for name, rows in fields.items():
+            if rows.size(0) != src.numel():
+                raise ValueError(
+                    f"feature {name!r} of edges {label} from part {part} has {rows.size(0)} rows for "
+                    f"{src.numel()} edges"
+                )
+        for name in fields.keys() ^ pieces[0].edge_features.keys():
+            raise ValueError(f"feature {name!r} of edges {label} is missing in some of the shards")
+    src, dst = (torch.cat([piece.edges[end] for piece in pieces]) for end in (0, 1))
+    fields = {name: torch.cat([piece.edge_features[name] for piece in pieces]) for name in pieces[0].edge_features}
+    return ShardEdgesAndFeatures((src, dst), fields)
 
 
 # ---- what all ranks agree on
 
 
-def schemas(part: OwnPart) -> Schema:
-    """How many nodes and edges of each type there are, and the dtypes and shapes of their fields, as JSON values."""
-    rows: dict[str, tuple[int, Mapping[str, Tensor]]] = {
-        f"nodes of type {kind!r}": (count, part.node_fields[kind]) for kind, count in part.counts.items()
-    }
-    rows |= {f"edges {':'.join(kind)}": (listed.ids.numel(), listed.fields) for kind, listed in part.edges.items()}
+def _frames(part: OwnPart) -> dict[str, tuple[int, dict[str, Tensor]]]:
+    """The number of nodes and edges of each type, and their tensors by name."""
+    nodes = {f"nodes of type {kind!r}": (count, part.nodes[kind]) for kind, count in part.counts.items()}
+    return nodes | {edges_of(kind): (listed[0][0].numel(), listed[1]) for kind, listed in part.edges.items()}
+
+
+def edges_of(kind: CanonicalType) -> str:
+    """What a `Schema` calls the edges of a type."""
+    return f"edges {':'.join(kind)}"
+
+
+def schema_of(part: OwnPart) -> Schema:
+    """How many nodes and edges of each type there are, and the dtypes and shapes of their fields, in plain words."""
     return {
-        what: {"count": count, "fields": {name: _words_of(tensor) for name, tensor in sorted(fields.items())}}
-        for what, (count, fields) in rows.items()
+        what: (count, {name: _words_of(rows) for name, rows in sorted(fields.items())})
+        for what, (count, fields) in _frames(part).items()
     }
 
 
@@ -186,28 +185,26 @@ def _words_of(tensor: Tensor) -> list[Any]:
     return [str(tensor.dtype).removeprefix("torch."), *tensor.shape[1:]]
 
 
-def take_over(part: OwnPart, every: Sequence[Schema]) -> None:
+def take_over(part: OwnPart, every: Sequence[Schema], device: torch.device) -> None:
     """Give a rank without nodes or edges of a type the fields that the other ranks have, without rows.
 
     Raises:
         ValueError: ranks differ in what is stored (on every rank).
     """
-    frames = [*part.node_fields.values(), *(listed.fields for listed in part.edges.values())]
-    for frame, what in zip(frames, every[part.rank]):
-        known: dict[str, tuple[int, list[Any]]] = {}
-        filled = [(rank, schema[what]["fields"]) for rank, schema in enumerate(every) if schema[what]["count"]]
-        for rank, fields in filled:
-            for name, words in fields.items():
-                first, expected = known.setdefault(name, (rank, words))
-                if expected != words:
-                    raise ValueError(f"{name!r} of {what} is {expected} on rank {first}, but {words} on rank {rank}")
-        for rank, fields in filled:
-            for name in known:
+    for what, (count, frame) in _frames(part).items():
+        filled = {rank: schema[what][1] for rank, schema in enumerate(every) if schema[what][0]}
+        known = {name: rank for rank in reversed(filled) for name in filled[rank]}
+        for name, first in known.items():
+            expected = filled[first][name]
+            for rank, fields in filled.items():
                 if name not in fields:
-                    raise ValueError(f"rank {rank} has no {name!r} of {what}, which rank {known[name][0]} has")
-        if not every[part.rank][what]["count"]:
-            for name, (_, (dtype, *tail)) in known.items():
-                frame[name] = torch.zeros((0, *tail), dtype=getattr(torch, dtype), device=part.device)
+                    raise ValueError(f"rank {rank} has no {name!r} of {what}, which rank {first} has")
+                if fields[name] != expected:
+                    raise ValueError(
+                        f"{name!r} of {what} is {expected} on rank {first}, but {fields[name]} on rank {rank}"
+                    )
+            if not count:
+                frame[name] = torch.zeros((0, *expected[1:]), dtype=getattr(torch, expected[0]), device=device)
 
 
 # ---- several types as one
@@ -217,23 +214,22 @@ def merge_types(part: OwnPart, node_ranges: Ranges, every: Sequence[Schema]) -> 
     """The part with all types made one, as ``dgl.to_homogeneous`` does it. Nodes are in the order of `node_ranges`.
 
     Features that all types have with one dtype and shape are kept. Ids count on from one type to the next. `every` are
-    the `schemas` of all ranks.
+    the schemas of all ranks.
     """
-    nodes = _alike(part.node_fields.values())
+    nodes = _alike(part.nodes.values())
     nodes[dgl.NTYPE] = torch.repeat_interleave(torch.arange(len(part.counts)), torch.tensor([*part.counts.values()]))
     if "orig_id" in nodes:
         totals = torch.tensor([sum(end - start for start, end in ends) for ends in part.ranges.values()])
         nodes["orig_id"] = nodes["orig_id"] + (totals.cumsum(0) - totals)[nodes[dgl.NTYPE]]
-    ids, kinds, first_id = [], [], 0
-    for number, (kind, listed) in enumerate(part.edges.items()):
-        ids.append(listed.fields.pop("orig_id", listed.ids).to(torch.int64) + first_id)
-        kinds.append(torch.full_like(listed.ids, number))
-        first_id += sum(schema[f"edges {':'.join(kind)}"]["count"] for schema in every)
-    lists = list(part.edges.values())
-    fields = {**_alike([listed.fields for listed in lists]), dgl.ETYPE: torch.cat(kinds)}
-    parts, src, dst = (torch.cat([getattr(listed, name) for listed in lists]) for name in ("parts", "src", "dst"))
-    edges = EdgeList(parts, src, dst, torch.cat(ids), fields)
-    return OwnPart(part.rank, part.device, {DGL_NODE: node_ranges}, {DGL_NODE: nodes}, {DGL_EDGE: edges})
+    kinds, first_id = [], 0
+    for number, (kind, (_, fields)) in enumerate(part.edges.items()):
+        fields[dgl.EID] = fields.pop("orig_id", fields[dgl.EID]).to(torch.int64) + first_id
+        kinds.append(torch.full_like(fields[dgl.EID], number))
+        first_id += sum(schema[edges_of(kind)][0] for schema in every)
+    ends, frames = zip(*part.edges.values())
+    src, dst = (torch.cat(end) for end in zip(*ends))
+    edges = ShardEdgesAndFeatures((src, dst), {**_alike(frames), dgl.ETYPE: torch.cat(kinds)})
+    return OwnPart(part.rank, {DGL_NODE: node_ranges}, {DGL_NODE: nodes}, {DGL_EDGE: edges})
 
 
 def _alike(frames: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:

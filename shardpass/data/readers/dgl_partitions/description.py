@@ -36,10 +36,6 @@ class IdRanges:
         if (sizes < 0).any() or not np.array_equal(self._starts, np.concatenate([[0], ends])[: len(ends)]):
             raise ValueError(f"the {what} ids of its parts have gaps or overlap")
 
-    def rows(self, kind: int, part: int) -> slice:
-        """Where the ids of a part are among those of their type."""
-        return slice(int(self._offsets[kind, part]), int(self._offsets[kind, part + 1]))
-
     def count(self, part: int) -> int:
         """The number of ids of a part, of all types."""
         return int(self.sizes[:, part].sum())

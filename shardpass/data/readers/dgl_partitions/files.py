@@ -45,7 +45,6 @@ class Stored:
 class PartGraph:
     """The graph of one part: edge i of the part goes from its node `src[i]` to its node `dst[i]`."""
 
-    num_nodes: int
     src: np.ndarray
     dst: np.ndarray
     node_data: dict[str, Stored]
@@ -163,7 +162,7 @@ def _graph(cursor: _Cursor) -> PartGraph:
     for data, count in ((node_data, num_nodes), (edge_data, src.size)):
         for name, stored in data.items():
             _require(stored.values.shape[:1] == (count,), f"{name!r} has not {count} rows")
-    return PartGraph(num_nodes, src, dst, node_data, edge_data)
+    return PartGraph(src, dst, node_data, edge_data)
 
 
 _Matrix = tuple[int, int, np.ndarray, np.ndarray, np.ndarray]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardpass.data.raw import Division, EdgeArrays, RawGraph
 from shardpass.data.readers.dgl import type_names
-from shardpass.data.readers.dgl_partitions.description import Description, IdRanges, read_description
+from shardpass.data.readers.dgl_partitions.description import Description, read_description
 from shardpass.data.readers.dgl_partitions.files import PartGraph, Stored, integers, read_part_graph, read_tensors
 
 
@@ -31,10 +31,9 @@ def read_dgl_partition(path: str | os.PathLike[str]) -> RawGraph:
     """
     description = read_description(Path(path))
     edge_labels = [":".join(kind) for kind in description.edge_types]
-    node_fields = _read_fields(
-        description.node_types, description.nodes, [part.node_fields for part in description.parts]
-    )
-    edge_fields = _read_fields(edge_labels, description.edges, [part.edge_fields for part in description.parts])
+    node_files, edge_files = zip(*[(part.node_fields, part.edge_fields) for part in description.parts])
+    node_fields = read_fields(description.node_types, description.nodes.sizes, node_files)
+    edge_fields = read_fields(edge_labels, description.edges.sizes, edge_files)
     node_names, edge_names = type_names(description.node_types, description.edge_types)
     kinds, parts = list(node_names.values()), torch.arange(description.nodes.num_parts, dtype=torch.int32)
     part_of = [parts.repeat_interleave(torch.from_numpy(sizes)) for sizes in description.nodes.sizes]
@@ -89,27 +88,29 @@ def own_edges(description: Description, part: int, graph: PartGraph) -> tuple[np
     return edge_ids, src, dst
 
 
-def _read_fields(labels: Sequence[str], ranges: IdRanges, paths: Sequence[Path]) -> list[dict[str, Tensor]]:
-    """The fields of each type by name, with rows in the order of DGL's ids.
+def read_fields(labels: Sequence[str], sizes: np.ndarray, paths: Sequence[Path]) -> list[dict[str, Tensor]]:
+    """The fields of each type in some parts by name, with rows in the order of DGL's ids.
 
     Args:
         labels: the types, as in DGL's files.
-        paths: the file of fields of each part.
+        sizes: the number of nodes or edges of each type in each of the parts.
+        paths: the file of fields of each of the parts.
     """
-    pieces = [{owner_of(key, labels, path): piece for key, piece in read_tensors(path).items()} for path in paths]
+    pieces = [{_owner_of(key, labels, path): piece for key, piece in read_tensors(path).items()} for path in paths]
     found: list[dict[str, Tensor]] = [{} for _ in labels]
     for number, name in sorted({key for keys in pieces for key in keys}):
-        label, parts = labels[number], [part for part in range(len(paths)) if ranges.sizes[number, part]]
-        stored: list[Stored] = []  # all are checked before memory is taken for any
-        for part in parts:
+        label, stored = labels[number], list[Stored]()  # all are checked before memory is taken for any
+        for part, path in enumerate(paths):
+            if not sizes[number, part] and len(paths) > 1:
+                continue
             if (number, name) not in pieces[part]:
-                raise ValueError(f"{paths[part]} has no {name!r} of {label!r}, which other parts have")
+                raise ValueError(f"{path} has no {name!r} of {label!r}, which other parts have")
             stored.append(pieces[part][number, name])
-            dtype, expected = stored[0].dtype, (int(ranges.sizes[number, part]), *stored[0].values.shape[1:])
+            dtype, expected = stored[0].dtype, (int(sizes[number, part]), *stored[0].values.shape[1:])
             if (stored[-1].dtype, stored[-1].values.shape) != (dtype, expected):
                 raise ValueError(
-                    f"{paths[part]} is altered: {name!r} of {label!r} is {stored[-1].dtype} "
-                    f"{list(stored[-1].values.shape)}; expected {dtype} {list(expected)}, as in other parts"
+                    f"{path} is altered: {name!r} of {label!r} is {stored[-1].dtype} {list(stored[-1].values.shape)}; "
+                    f"expected {expected[0]} rows of {dtype} {list(expected[1:])}, as in other parts"
                 )
         if stored:
             rows = torch.from_numpy(np.concatenate([piece.values for piece in stored]))
@@ -117,7 +118,7 @@ def _read_fields(labels: Sequence[str], ranges: IdRanges, paths: Sequence[Path])
     return found
 
 
-def owner_of(key: str, labels: Sequence[str], path: Path) -> tuple[int, str]:
+def _owner_of(key: str, labels: Sequence[str], path: Path) -> tuple[int, str]:
     """The number of the type and the name of a field that is stored as ``<type>/<name>``."""
     owners = [label for label in labels if key.startswith(f"{label}/")]
     if not owners:

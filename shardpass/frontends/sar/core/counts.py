@@ -2,49 +2,45 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from shardpass.frontends.dgl.counts import EdgeCount, NodeCount
+from shardpass.frontends.dgl.counts import NodeCount
 
 
-def _plain(value: Any) -> Any:
-    return int(value) if isinstance(value, np.int64) else value
+class OwnNodeCount(int):
+    """How many nodes this rank has, an `int` in arithmetic.
 
-
-def _plainly(operation: Callable[..., Any]) -> Any:
-    return lambda mine, *others: operation(_plain(mine), *map(_plain, others))
-
-
-def _reflected(operation: Callable[[Any, Any], Any]) -> Any:
-    return lambda mine, other: operation(_plain(other), _plain(mine))
-
-
-class _Computes:
-    """A number that is this rank's own in arithmetic, as an `int` is: NumPy divides by zero, and overflows.
-
-    Comparing it with 0 still asks for all ranks, as DGL's layers need it.
+    Whether there are any, or more than a number, is answered for all ranks together, as DGL's layers need it.
     """
 
-    __truediv__, __rtruediv__ = _plainly(operator.truediv), _reflected(operator.truediv)
-    __floordiv__, __rfloordiv__ = _plainly(operator.floordiv), _reflected(operator.floordiv)
-    __mod__, __rmod__ = _plainly(operator.mod), _reflected(operator.mod)
-    __pow__, __rpow__ = _plainly(operator.pow), _reflected(operator.pow)
-    __mul__, __rmul__ = _plainly(operator.mul), _reflected(operator.mul)
-    __divmod__, __rdivmod__ = _plainly(divmod), _reflected(divmod)
-    __rshift__, __lshift__ = _plainly(operator.rshift), _plainly(operator.lshift)
-    __and__, __or__, __xor__ = _plainly(operator.and_), _plainly(operator.or_), _plainly(operator.xor)
-    __float__, __round__, item = _plainly(float), _plainly(round), _plainly(int)
-    __array__: Any = np.int64.__array__
-    __array_ufunc__: Any = None
+    total: int
+
+    def __new__(cls, own: int, total: int) -> OwnNodeCount:
+        """`own` on this rank, `total` on all ranks."""
+        count = super().__new__(cls, own)
+        count.total = total
+        return count
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (int(self), self.total)
+
+    def _compared(self, operation: Callable[[Any, Any], bool], other: Any) -> bool:
+        if isinstance(other, OwnNodeCount):
+            return operation(int(self), int(other))
+        return operation(self.total, other)
+
+    __gt__, __ge__, __lt__, __le__ = NodeCount.__gt__, NodeCount.__ge__, NodeCount.__lt__, NodeCount.__le__
+    __bool__ = NodeCount.__bool__
 
 
-class OwnNodeCount(_Computes, NodeCount):
-    """How many nodes this rank has."""
+class OwnEdgeCount(OwnNodeCount):
+    """How many edges this rank has. ``== 0`` asks for all ranks too, since loops skip empty edge types by it."""
 
+    def __eq__(self, other: object) -> bool:
+        return self.total == 0 if isinstance(other, int) and other == 0 else int(self) == other
 
-class OwnEdgeCount(_Computes, EdgeCount):
-    """How many edges this rank has."""
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = int.__hash__

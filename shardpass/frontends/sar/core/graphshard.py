@@ -41,21 +41,6 @@ class NodeRanges(list[tuple[int, int]]):
         return self
 
 
-@dataclass(frozen=True)
-class Whole:
-    """What a rank knows of the whole graph, with DGL's partition book, if there is one.
-
-    `node_ranges` are (first id, end) of the nodes of each part, and `type_ranges` of each type in each part. `nodes`
-    and `edges` are how many all ranks have, by type.
-    """
-
-    node_ranges: NodeRanges
-    type_ranges: Mapping[str, Ranges]
-    book: Any
-    nodes: Mapping[str, int]
-    edges: Mapping[CanonicalType, int]
-
-
 @dataclass(frozen=True, eq=False)
 class NodeIds(DataViews):
     """``graph.srcnodes["type"].data``, and ``graph.srcnodes("type")``, which gives rows of this rank's part."""
@@ -78,12 +63,23 @@ class GraphShardManager(ShardedDGLGraph):
     block from `construct_mfgs` say which nodes it takes and gives.
     """
 
-    shows_part, node_count, edge_count = True, OwnNodeCount, OwnEdgeCount
-    _whole: Whole
+    shows_part, node_count, edge_count = True, OwnNodeCount, OwnEdgeCount  # type: ignore[assignment]
+    node_ranges: NodeRanges
+    """(First id, end) of the nodes of each part."""
+    type_ranges: Mapping[str, Ranges]
+    """(First id, end) of the nodes of each type in each part."""
+    _partition_book: Any
+    """DGL's partition book, under the name by which SAR's programs read it."""
+    _num_edges: Mapping[CanonicalType, int]
+    """How many edges of each type all ranks have."""
 
-    def known(self, whole: Whole) -> GraphShardManager:
-        """This graph, once it has been told what it is a share of."""
-        self._whole = whole
+    def share_of(
+        self, node_ranges: NodeRanges, type_ranges: Mapping[str, Ranges], book: Any,
+        num_edges: Mapping[CanonicalType, int],
+    ) -> GraphShardManager:  # fmt: skip
+        """This graph, once it has been told what it is a share of: see the attributes."""
+        self.node_ranges, self.type_ranges = node_ranges, type_ranges
+        self._partition_book, self._num_edges = book, num_edges
         return self
 
     @property
@@ -134,23 +130,23 @@ class GraphShardManager(ShardedDGLGraph):
 
     def ntypes_global(self) -> list[str]:
         """The node types of the whole graph."""
-        return list(self._whole.nodes)
+        return list(self.type_ranges)
 
     def etypes_global(self) -> list[str]:
         """The edge types of the whole graph."""
-        return [kind[1] for kind in self._whole.edges]
+        return [kind[1] for kind in self._num_edges]
 
     def canonical_etypes_global(self) -> list[CanonicalType]:
         """The canonical edge types of the whole graph."""
-        return list(self._whole.edges)
+        return list(self._num_edges)
 
     def num_nodes_global(self, ntype: str | None = None) -> int:
         """How many nodes of a type the whole graph has; `None` means all types."""
-        return _total(self._whole.nodes, ntype)
+        return _total({kind: sum(end - start for start, end in ends) for kind, ends in self.type_ranges.items()}, ntype)
 
     def num_edges_global(self, etype: Any = None) -> int:
         """How many edges of a type the whole graph has; `None` means all types."""
-        return _total(self._whole.edges, None if etype is None else self.to_canonical_etype(etype))
+        return _total(self._num_edges, None if etype is None else self.to_canonical_etype(etype))
 
     number_of_nodes_global, number_of_edges_global = num_nodes_global, num_edges_global
 
@@ -167,16 +163,6 @@ class GraphShardManager(ShardedDGLGraph):
     # ---- the partition
 
     @property
-    def node_ranges(self) -> NodeRanges:
-        """(First id, end) of the nodes of each part."""
-        return self._whole.node_ranges
-
-    @property
-    def type_ranges(self) -> Mapping[str, Ranges]:
-        """(First id, end) of the nodes of each type in each part."""
-        return self._whole.type_ranges
-
-    @property
     def tgt_node_range(self) -> tuple[int, int]:
         """(First id, end) of this rank's nodes."""
         return self.node_ranges[self.comm.rank]
@@ -185,12 +171,7 @@ class GraphShardManager(ShardedDGLGraph):
 
     def partition_book(self) -> Any:
         """DGL's partition book."""
-        return self._whole.book
-
-    @property
-    def _partition_book(self) -> Any:
-        """The same under the name by which SAR's programs read it."""
-        return self._whole.book
+        return self._partition_book
 
     @property
     def graph_shard_managers(self) -> dict[CanonicalType, GraphShardManager]:
@@ -238,14 +219,14 @@ class GraphShardManager(ShardedDGLGraph):
             options = replace(plan.options, mode="halo")
             edges[kind] = edges_between(self, kind, own.fields, sources, wanted, owned, options)
         block = DistributedBlock(self.comm, self._sources, self._destinations, edges, self.is_block)
-        block.known(self._whole)
+        block.share_of(self.node_ranges, self.type_ranges, self._partition_book, self._num_edges)
         return block
 
     def mfgs(self, nodes: Any, num_layers: int, keep_seeds: bool = True) -> list[Any]:
         """See `ShardedDGLGraph.mfgs`. The blocks are of this class, and follow `Config`."""
         blocks = [block.copied_as(GraphShardManager) for block in super().mfgs(nodes, num_layers, keep_seeds)]
         for block in blocks:
-            block.known(self._whole)
+            block.share_of(self.node_ranges, self.type_ranges, self._partition_book, self._num_edges)
             block._edges = {kind: ConfiguredEdges.like(edges) for kind, edges in block._edges.items()}
         return blocks
 

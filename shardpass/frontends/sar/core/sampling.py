@@ -12,14 +12,13 @@ import torch
 from dgl.dataloading import NeighborSampler
 from torch import Tensor
 
-from shardpass.core.ranks import Ranks, derive_seed
+from shardpass.core.ranks import Ranks, derive_seed, gather_or_fail
 from shardpass.core.sampling import EpochLoader, Sampler, Seeds
-from shardpass.errors import PeerFailure
 from shardpass.frontends.dgl.loader import draw_blocks, sampler_of, settings_of
 from shardpass.frontends.sar.core.graphshard import GraphShardManager
+from shardpass.frontends.sar.own_part import numbers_within
 
 _INPUT, _OUTPUT = "input: ", "output: "
-Array = np.ndarray[Any, Any]
 
 
 class DistNeighborSampler:
@@ -69,11 +68,12 @@ class DistNeighborSampler:
         nodes = {kind: sorted(self.features) for kind in held.ntypes}
         return sampler_of(held, replaced(settings, node_fields=nodes, edge_fields=edges))
 
-    def blocks(self, graph: GraphShardManager, sampler: Sampler, ids: Array, seed: int) -> list[Any]:
+    def blocks(self, graph: GraphShardManager, sampler: Sampler, ids: Tensor, seed: int) -> list[Any]:
         """The blocks of one batch. Collective over the ranks of `sampler`."""
         names = [[name for name in self.features if name.startswith(side)] for side in (_INPUT, _OUTPUT)]
         sources, labels = (dict.fromkeys(graph.ntypes, given) for given in names)
-        *_, blocks = draw_blocks(sampler, _by_type(graph, ids), seed, sources, labels)
+        seeds = {kind: numbers_within(ranges, ids).numpy() for kind, ranges in graph.type_ranges.items()}
+        *_, blocks = draw_blocks(sampler, seeds, seed, sources, labels)
         for side, views in ((_INPUT, blocks[0].srcnodes), (_OUTPUT, blocks[-1].dstnodes)):
             for kind in graph.ntypes:
                 data = views[kind].data
@@ -119,7 +119,7 @@ class DataLoader(EpochLoader):
                 stacklevel=2,
             )
         self._graph, self._drawn, self._shuffle = full_graph_manager, graph_sampler, shuffle
-        self._begin(graph_sampler.sampler_over(full_graph_manager, batch_size, seed, prefetch=2), ids, [ids])
+        self._begin(graph_sampler.sampler_over(full_graph_manager, batch_size, seed, prefetch=2), ids.numpy(), [])
         self._num_steps = _number_of_steps(comm, len(ids), batch_size, drop_last)
 
     def _deal(self, epoch: int) -> list[Seeds]:
@@ -133,7 +133,7 @@ class DataLoader(EpochLoader):
         return [Seeds([part], len(part)) for part in (np.split if full else np.array_split)(ids, cuts)]
 
     def _make(self, seeds: Seeds, seed: int) -> list[Any]:
-        return self._drawn.blocks(self._graph, self._sampler, seeds.columns[0], seed)
+        return self._drawn.blocks(self._graph, self._sampler, torch.from_numpy(seeds.columns[0]), seed)
 
 
 def _number_of_steps(comm: Ranks, count: int, batch_size: int, drop_last: bool) -> int:
@@ -150,34 +150,18 @@ def _number_of_steps(comm: Ranks, count: int, batch_size: int, drop_last: bool) 
     return steps
 
 
-def _checked(graph: GraphShardManager, seeds: Any, who: str) -> Array:
-    """The seeds as an array, if they are node ids. Collective."""
-    ids, end, problem = torch.as_tensor(seeds).cpu(), graph.node_ranges[-1][1], ""
+def _checked(graph: GraphShardManager, seeds: Any, who: str) -> Tensor:
+    """The seeds, if they are node ids. Collective."""
+    ids, end, told = torch.as_tensor(seeds).cpu(), graph.node_ranges[-1][1], ""
     if ids.dim() != 1 or ids.dtype in (torch.bool, torch.uint8) or ids.is_floating_point():
-        problem = f"found {ids.dtype} {list(ids.shape)}; expected node ids, int64 [n]"
+        told = f"found {ids.dtype} {list(ids.shape)}; expected node ids, int64 [n]"
     elif ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < end:
-        problem = f"found ids from {int(ids.min())} to {int(ids.max())}; expected node ids in [0, {end})"
+        told = f"found ids from {int(ids.min())} to {int(ids.max())}; expected node ids in [0, {end})"
     elif ids.unique().numel() < ids.numel():
-        problem = "some come twice; expected each once"
-    everywhere = graph.comm.all_gather_object(problem, f"{who}: seeds")
-    if problem:
-        raise ValueError(
-            f"{who} on rank {graph.comm.rank}: seed nodes are ids in the numbering of node_ranges, which are rows of "
-            f"this part plus {graph.tgt_node_range[0]}: {problem}"
-        )
-    for rank, text in enumerate(everywhere):
-        if text:
-            raise PeerFailure(f"rank {rank} passed wrong seed nodes to {who}: {text}")
-    return ids.to(torch.int64).numpy()
-
-
-def _by_type(graph: GraphShardManager, ids: Array) -> dict[str, Array]:
-    """Node ids as those of the engine, which count the nodes of each type by themselves, by type."""
-    found = {}
-    for kind, ranges in graph.type_ranges.items():
-        starts, ends = np.array(ranges).T
-        part = np.minimum(np.searchsorted(ends, ids, side="right"), len(ends) - 1)
-        mine = (ids >= starts[part]) & (ids < ends[part])
-        shifts = np.cumsum(ends - starts) - ends  # from an id to the number of the node within its type
-        found[kind] = (ids + shifts[part])[mine]
-    return found
+        told = "some come twice; expected each once"
+    problem = ValueError(
+        f"{who} on rank {graph.comm.rank}: seed nodes are ids in the numbering of node_ranges, which are rows of "
+        f"this part plus {graph.tgt_node_range[0]}: {told}"
+    )
+    gather_or_fail(graph.comm, f"{who}: seeds", None, problem if told else None, f"passed wrong seed nodes to {who}")
+    return ids.to(torch.int64)
