@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from shardpass.core.dryrun import TERMS, Estimate, Training, estimate, fastest
+from shardpass.core.dryrun import TERMS, Estimate, Training, estimate
 from shardpass.core.exchange import shares_rows
 from shardpass.core.graphs import ShardedGraph
 from shardpass.core.memory import Checkpoint
@@ -65,8 +65,9 @@ class Plan:
 
     @property
     def best(self) -> Estimate | None:
-        """The fastest estimate that fits the budget; `None` if none fits."""
-        return fastest(self.rows, self.budget)
+        """The fastest estimate that fits the budget, and of equals the smallest; `None` if none fits."""
+        fitting = [row for row in self.rows if self.budget is None or row.peak <= self.budget]
+        return min(fitting, key=lambda row: (row.seconds, row.peak, MODES.index(row.mode)), default=None)
 
     @property
     def options(self) -> Options:

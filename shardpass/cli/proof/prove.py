@@ -87,7 +87,7 @@ def prove_rank(comm: Ranks, config: None = None) -> Proof:
     if exact is not None:
         worst = max(exact.errors.values())
         console.print(
-            f"exactness: {exact.model} on {exact.graph}, in float64: output, loss and gradients differ from those of "
+            f"exactness: {exact.model} on {exact.graph}, in float64: output and gradients differ from those of "
             f"one process by {worst:.0e} at most, in the modes {', '.join(exact.errors)}"
         )
     for note in _notes(places, links, exact, shared):
