@@ -1,4 +1,7 @@
-"""The commands, their options and help texts. What each command does is in a module of its own."""
+"""The commands and their help texts. What each command does is in a module of its own.
+
+Options that say what a command does are the fields of its configuration, which `takes` offers.
+"""
 
 from __future__ import annotations
 

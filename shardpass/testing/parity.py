@@ -98,12 +98,13 @@ def evaluate_rank(
     sharded = shard_as(kind_of_graph, typed, owners if has_types else {NODE: owners}, comm, options)
     fields, ids = _own(sharded)
     outputs = _called(call, mine, fields, sharded)
-    rows = ids if has_types else {"": _rows_of(outputs[""], sharded)}
-    losses = [(outputs[kind] * cotangent(out)[rows[kind]]).sum() for kind, out in _by_kind(whole).items()]
+    if not has_types:
+        ids[""] = sharded.node_ids if outputs[""].size(0) == sharded.num_own_nodes else sharded.edge_ids
+    losses = [(outputs[kind] * cotangent(out)[ids[kind]]).sum() for kind, out in _by_kind(whole).items()]
     torch.stack(losses).sum().backward()
     sync_gradients(mine, comm)  # if it is not wrapped
     inputs = _differentiable(fields, has_types)
-    return _outcome(mine, outputs, inputs), rows, {name: ids[kind] for kind, name, _ in inputs}
+    return _outcome(mine, outputs, inputs), ids, {name: ids[kind] for kind, name, _ in inputs}
 
 
 def differences(whole: Outcome, sharded: Outcome, relative: bool = False) -> dict[str, float]:
@@ -140,10 +141,6 @@ def _called(call: Any, model: nn.Module, fields: Tensors, edges: Any) -> dict[An
     if isinstance(edges, (dict, ShardedHeteroGraph)):
         return {kind: rows for kind, rows in call(model, fields, edges).items() if rows is not None}
     return {"": call(model, {**fields[NODE], **fields[EDGE]}, edges)}
-
-
-def _rows_of(output: Tensor, sharded: ShardedGraph) -> Tensor:
-    return sharded.node_ids if output.size(0) == sharded.num_own_nodes else sharded.edge_ids
 
 
 def _as_returned(outputs: dict[Any, Tensor]) -> Any:
