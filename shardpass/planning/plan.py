@@ -180,6 +180,8 @@ def plan(
     """
     options = Options() if options is None else options
     _check_arguments(model, ranks, modes, options, frontend, comm)
+    if ranks_per_host < 1:
+        raise ValueError(f"ranks_per_host is at least 1, got {ranks_per_host}")
     for name, function in {"optimizer": optimizer, "call": call, "loss": loss, "progress": progress}.items():
         if function is not None:
             require_callable(function, name, _CALL)
@@ -230,10 +232,6 @@ class _Planner:
     options: Options
     per_host: int
     progress: Callable[[int, int], None] | None = None
-
-    def __post_init__(self) -> None:
-        if self.per_host < 1:
-            raise ValueError(f"ranks_per_host is at least 1, got {self.per_host}")
 
     @_older_objects_left_alone()
     def plan(self, ranks: Sequence[int], modes: Iterable[Mode], budget: int | None) -> Plan:

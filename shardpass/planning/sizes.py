@@ -13,6 +13,8 @@ from shardpass.core.dryrun import EdgeSizes, Field, NodeSizes, RankSizes
 from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType
 from shardpass.data import FieldInfo, Manifest, inspect, open_store
 
+_LABELS = {"y": Field((), torch.int64), "train_mask": Field((), torch.bool)}
+
 
 @dataclass(frozen=True)
 class GraphCounts:
@@ -66,12 +68,10 @@ def sizes_of(graph: str | os.PathLike[str] | GraphCounts, ranks: int, beyond_par
     With `beyond_parts`, a random partition is assumed for more ranks than a store has parts.
 
     Raises:
-        ValueError: more ranks than parts, no features, or fewer than one rank.
+        ValueError: more ranks than parts, or no features.
     """
-    if ranks < 1:
-        raise ValueError(f"the number of ranks is at least 1, got {ranks}")
     if isinstance(graph, GraphCounts):
-        fields = {"x": Field((graph.num_features,)), **_labels()}
+        fields = {"x": Field((graph.num_features,)), **_LABELS}
         nodes = {NODE: NodeSizes(graph.nodes, fields, graph.num_classes)}
         return _expected(ranks, nodes, {EDGE: EdgeSizes(graph.edges, 0, 0)}, graph.cut_fraction, graph.halo_fraction)
     manifest = open_store(graph).manifest
@@ -126,12 +126,8 @@ def _node_sizes(where: object, manifest: Manifest, kind: NodeType) -> NodeSizes:
     if is_only and "x" not in fields:
         raise ValueError(f"{where} has no node features 'x'; there are: {', '.join(sorted(fields)) or 'none'}")
     if is_only or "y" in fields:
-        fields = {**_labels(), **fields}
+        fields = {**_LABELS, **fields}
     return NodeSizes(manifest.num_nodes[kind], fields, _num_classes(where, manifest, kind))
-
-
-def _labels() -> dict[str, Field]:
-    return {"y": Field((), torch.int64), "train_mask": Field((), torch.bool)}
 
 
 def _stored(fields: Mapping[str, FieldInfo]) -> dict[str, Field]:
