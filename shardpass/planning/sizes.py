@@ -13,9 +13,6 @@ from shardpass.core.dryrun import EdgeSizes, Field, NodeSizes, RankSizes
 from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType
 from shardpass.data import FieldInfo, Manifest, inspect, open_store
 
-_LABELS = {"y": Field((), torch.int64), "train_mask": Field((), torch.bool)}
-
-
 @dataclass(frozen=True)
 class GraphCounts:
     """A graph of which only the size is known.
@@ -71,7 +68,7 @@ def sizes_of(graph: str | os.PathLike[str] | GraphCounts, ranks: int, beyond_par
         ValueError: more ranks than parts, or no features.
     """
     if isinstance(graph, GraphCounts):
-        fields = {"x": Field((graph.num_features,)), **_LABELS}
+        fields = {"x": Field((graph.num_features,)), **_labels()}
         nodes = {NODE: NodeSizes(graph.nodes, fields, graph.num_classes)}
         return _expected(ranks, nodes, {EDGE: EdgeSizes(graph.edges, 0, 0)}, graph.cut_fraction, graph.halo_fraction)
     manifest = open_store(graph).manifest
@@ -126,8 +123,12 @@ def _node_sizes(where: object, manifest: Manifest, kind: NodeType) -> NodeSizes:
     if is_only and "x" not in fields:
         raise ValueError(f"{where} has no node features 'x'; there are: {', '.join(sorted(fields)) or 'none'}")
     if is_only or "y" in fields:
-        fields = {**_LABELS, **fields}
+        fields = {**_labels(), **fields}
     return NodeSizes(manifest.num_nodes[kind], fields, _num_classes(where, manifest, kind))
+
+
+def _labels() -> dict[str, Field]:
+    return {"y": Field((), torch.int64), "train_mask": Field((), torch.bool)}
 
 
 def _stored(fields: Mapping[str, FieldInfo]) -> dict[str, Field]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.core.graphs import ShardedGraph, ShardedHeteroGraph
-from shardpass.core.ranks import Options, Ranks
+from shardpass.core.ranks import Options, Ranks, plain_of
 from shardpass.core.sharding import EDGE, NODE, NodeType
 from shardpass.core.training import sync_gradients
 from shardpass.testing.graphs import WholeGraph
@@ -118,7 +118,7 @@ def differences(whole: Outcome, sharded: Outcome, relative: bool = False) -> dic
 
 def gradient_of(tensor: Tensor) -> Tensor:
     """A copy of the gradient of `tensor`; zeros if it has none."""
-    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.clone()
+    return torch.zeros_like(tensor) if tensor.grad is None else plain_of(tensor.grad.clone())
 
 
 def _by_type(graph: WholeGraph | WholeHeteroGraph) -> tuple[WholeHeteroGraph, bool]:
@@ -154,7 +154,7 @@ def _by_kind(outcome: Outcome) -> dict[Any, Tensor]:
 
 def _outcome(model: nn.Module, outputs: dict[Any, Tensor], inputs: list[tuple[Any, str, Tensor]]) -> Outcome:
     return Outcome(
-        _as_returned({kind: out.detach() for kind, out in outputs.items()}),
+        _as_returned({kind: plain_of(out.detach()) for kind, out in outputs.items()}),
         {name: gradient_of(t) for _, name, t in inputs},
         {name: gradient_of(p) for name, p in model.named_parameters()},
         {name: b.clone() for name, b in model.named_buffers()},
