@@ -13,6 +13,7 @@ from shardpass.core.dryrun import EdgeSizes, Field, NodeSizes, RankSizes
 from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType
 from shardpass.data import FieldInfo, Manifest, inspect, open_store
 
+
 @dataclass(frozen=True)
 class GraphCounts:
     """A graph of which only the size is known.
