@@ -22,8 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardpass.backends.call_log import LoggedCall
 from shardpass.backends.communicator import Handle, ReduceOp
-from shardpass.backends.deadlock import COLLECTIVE, Position, Words, message_name
+from shardpass.backends.deadlock import COLLECTIVE, Position, message_name
 from shardpass.backends.identity import (
     COLLECTIVE_LANE,
     DTYPES,
@@ -137,14 +138,17 @@ class BaseCommunicator(RawCommunicator):
         recv.copy_(send.view(recv.shape))
         return ExchangeHandle(self)
 
+    def _posted(self, side: str, peer: int, header: Header, tensor: Tensor) -> tuple[LoggedCall, Position]:
+        """A message in the log of calls, and where this rank is while it waits for it."""
+        count = self._postings.add(side, peer, header.number)
+        call = self.calls.begin(self.path, side, header, peer, count, tensor.nbytes)
+        return call, Position(call, message_name(_OTHER[side], self.rank, header.number), count, peer)
+
     def _start_receive(self, recv: Tensor, source: int, header: Header) -> Step:
         raw = torch.empty(HEADER_BYTES, dtype=torch.uint8)
         landing, is_inline = self._staged(recv), recv.nbytes <= INLINE_BYTES
         is_apart = is_inline or self.is_direct
-        count = self._postings.add("recv", source, header.number)
-        awaits = message_name("send", self.rank, header.number)
-        position = Position(Words(header, f" from rank {source}"), awaits, count, source)
-        call = self.calls.begin(self.path, "recv", header, source, count, recv.nbytes)
+        call, position = self._posted("recv", source, header, recv)
         with self.waiting(position):
             arriving = self._raw_receive(raw, source, MessageKey(HEADER_LANE, header.number, HEADER_BYTES))
             pieces = [] if is_apart else self._receive_pieces(landing, source, header, PAYLOAD_LANE)
@@ -168,10 +172,7 @@ class BaseCommunicator(RawCommunicator):
         is_inline = send.nbytes <= INLINE_BYTES
         payload = _bytes(send).cpu().numpy().tobytes() if is_inline else b""
         raw = torch.frombuffer(bytearray(header.pack(payload)), dtype=torch.uint8)
-        count = self._postings.add("send", to, header.number)
-        awaits = message_name("recv", self.rank, header.number)
-        position = Position(Words(header, f" to rank {to}"), awaits, count, to)
-        call = self.calls.begin(self.path, "send", header, to, count, send.nbytes)
+        call, position = self._posted("send", to, header, send)
         with self.waiting(position):
             pieces = [self._raw_send(raw, to, MessageKey(HEADER_LANE, header.number, HEADER_BYTES))]
             if not (is_inline or self.is_direct):
@@ -320,7 +321,7 @@ class BaseCommunicator(RawCommunicator):
         self.collectives += 1
         call = self.calls.begin(self.path, "", header, -1, self.collectives, 0 if tensor is None else tensor.nbytes)
         call.wait()
-        with self.waiting(Position(Words(header), COLLECTIVE, self.collectives)):
+        with self.waiting(Position(call, COLLECTIVE, self.collectives)):
             mine = header.pack()
             has_room = gives is not None and not (self.is_direct and gives.device == self.device)
             room = b""

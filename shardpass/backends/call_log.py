@@ -43,6 +43,10 @@ class LoggedCall:
     waited: float = 0.0
     ended: float = 0.0
 
+    def __str__(self) -> str:
+        ways = {"send": " to rank ", "recv": " from rank "}
+        return self.header.describe() + (f"{ways[self.side]}{self.peer}" if self.side else "")
+
     def wait(self) -> None:
         """Note that the rank waits for it."""
         self.waited = time()

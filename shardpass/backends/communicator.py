@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 ReduceOp = Literal["sum", "max", "min", "prod"]
+
+
+class OfOneProcess:
+    """An object that a copy of what refers to it shares, and that cannot be sent to another process."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a communicator belongs to its process; save model.state_dict() instead")
+
+    def __deepcopy__(self: T, memo: dict[int, Any]) -> T:
+        return self
+
+    def __copy__(self: T) -> T:
+        return self
 
 
 class Handle(Protocol):

@@ -14,20 +14,11 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 
-from shardpass.backends.identity import SAME_CALLS, Header
+from shardpass.backends.call_log import LoggedCall
+from shardpass.backends.identity import SAME_CALLS
 
 COLLECTIVE = "collective"
 _KEPT_TAGS = 64  # per peer and direction; a pair of ranks never has more messages under way at once
-
-
-class Words:
-    """The words for a call, put together only if somebody reads them."""
-
-    def __init__(self, header: Header, where: str = "") -> None:
-        self._header, self._where = header, where
-
-    def __str__(self) -> str:
-        return self._header.describe() + self._where
 
 
 @dataclass(frozen=True)
@@ -43,7 +34,7 @@ class Position:
         is_queued: whether it also waits for every message between devices that this rank has started before.
     """
 
-    text: str | Words
+    text: str | LoggedCall  # the words of a call are put together only if somebody reads them
     awaits: str
     count: int
     peer: int = -1

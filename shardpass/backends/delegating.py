@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardpass.backends.communicator import Communicator, Handle, ReduceOp
+from shardpass.backends.communicator import Communicator, Handle, OfOneProcess, ReduceOp
 
 
-class DelegatingCommunicator(Communicator):
+class DelegatingCommunicator(OfOneProcess, Communicator):
     """Passes every call on to ``inner``, on which tensors travel. Derive from it to add something to a few calls."""
 
     def __init__(self, inner: Communicator) -> None:
@@ -91,12 +91,3 @@ class DelegatingCommunicator(Communicator):
 
     def close(self) -> None:
         self.inner.close()
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a communicator belongs to its process; save model.state_dict() instead")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DelegatingCommunicator:
-        return self
-
-    def __copy__(self) -> DelegatingCommunicator:
-        return self

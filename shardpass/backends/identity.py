@@ -50,13 +50,6 @@ class MessageKey(NamedTuple):
     dtype: int = 0
     piece: int = 0
 
-    def slot(self, num_slots: int = 1 << 31) -> int:
-        """The key as a number in ``[0, num_slots)``, for transports that match messages by one integer.
-
-        Different keys rarely have the same slot. `SlotTable` raises an error when both are under way at once.
-        """
-        return (zlib.crc32(struct.pack("<BQQBI", *self)) & 0x7FFFFFFF) % num_slots
-
 
 class SlotUse(NamedTuple):
     """A slot in use."""
@@ -67,7 +60,10 @@ class SlotUse(NamedTuple):
 
 
 class SlotTable:
-    """The slots in use between this rank and its peers, in ``[0, num_slots)``. Two messages never share one."""
+    """Keys as numbers in ``[0, num_slots)``, their slots, for transports that match messages by one integer.
+
+    Different keys rarely have the same slot. An error is raised when both are under way with a peer at once.
+    """
 
     def __init__(self, num_slots: int = 1 << 31) -> None:
         self._num_slots = num_slots
@@ -75,7 +71,8 @@ class SlotTable:
 
     def take(self, peer: int, is_sending: bool, key: MessageKey) -> SlotUse:
         """The place of ``key``. Give it back with `release` when the transfer has completed."""
-        place = SlotUse(peer, is_sending, key.slot(self._num_slots))
+        number = zlib.crc32(struct.pack("<BQQBI", *key)) & 0x7FFFFFFF
+        place = SlotUse(peer, is_sending, number % self._num_slots)
         other = self._used.get(place)
         if other is not None and other != key:
             raise InternalError(f"two messages under way with rank {peer} have the same slot: {other} and {key}")

@@ -33,9 +33,6 @@ class LocalCommunicator(BaseCommunicator):
     def _gathered(self, mine: Tensor, shapes: list[tuple[int, ...]], rooms: list[bytes], own: Header) -> list[Tensor]:
         return [mine.clone()]
 
-    def _raw_gather(self, block: bytes, timeout: float) -> list[bytes]:
-        return [block]
-
     def _raw_reduce(self, tensor: Tensor, op: str, timeout: float) -> None:
         pass
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardpass.backends.call_log import CallLog
-from shardpass.backends.communicator import Communicator
+from shardpass.backends.communicator import Communicator, OfOneProcess
 from shardpass.backends.deadlock import COLLECTIVE, Position, Postings, describe_stuck, stuck_ranks
 from shardpass.backends.failure import (
     Failure,
@@ -85,7 +85,7 @@ class ExchangeHandle:
             raise
 
 
-class RawCommunicator(Communicator):
+class RawCommunicator(OfOneProcess, Communicator):
     """The part of `BaseCommunicator` that lies under exchanges and collectives.
 
     Attributes:
@@ -340,15 +340,6 @@ class RawCommunicator(Communicator):
         error = self.failure.error()
         if error is not None:
             raise self.with_note(error)
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a communicator belongs to its process; save model.state_dict() instead")
-
-    def __deepcopy__(self: C, memo: dict[int, Any]) -> C:
-        return self
-
-    def __copy__(self: C) -> C:
-        return self
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(path={self.path!r}, rank={self.rank}, size={self.size}, device={self.device})"

@@ -1,11 +1,15 @@
-"""The commands, their options and help texts. What each command does is in a module of its own."""
+"""The commands and their help texts. What each command does is in a module of its own.
+
+Options that say what a command does are the fields of its configuration, which `takes` offers.
+"""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -21,14 +25,14 @@ from shardpass.cli.diagnosis import diagnose
 from shardpass.cli.doctor import run_doctor
 from shardpass.cli.inferring import InferConfig, infer_rank
 from shardpass.cli.inspecting import run_inspect, run_inspect_layers
-from shardpass.cli.launch import Backend, run_ranks, starts_threads
-from shardpass.cli.models import Dtype, ModelConfig, ModelName
+from shardpass.cli.launch import run_ranks, starts_threads
+from shardpass.cli.models import ModelConfig
 from shardpass.cli.new import write_script
-from shardpass.cli.partitioning import PartitionConfig, partition_rank, read_source
+from shardpass.cli.options import BackendName, Ranks, StoreFolder, takes
+from shardpass.cli.partitioning import PartitionConfig, partition_rank
 from shardpass.cli.planning import as_json, draw_plan, graph_of, plan_page, prepare_files, ranks_for, title_of
 from shardpass.cli.proof.prove import prove_rank
 from shardpass.cli.restarts import train_with_restarts
-from shardpass.core.ranks import Mode
 from shardpass.errors import shows_tracebacks
 from shardpass.planning.sizes import known_sizes
 
@@ -54,20 +58,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-StoreFolder = Annotated[Path, typer.Argument(help="A directory that `shardpass partition` wrote.")]
-Layers = Annotated[int, typer.Option(min=1, help="Number of layers.")]
-Hidden = Annotated[int, typer.Option(min=1, help="Hidden channels.")]
-Heads = Annotated[int, typer.Option(min=1, help="Attention heads (gat).")]
-Dropout = Annotated[float, typer.Option(min=0, max=1, help="Dropout between layers.")]
-BatchNorm = Annotated[bool, typer.Option(help="BatchNorm between layers, over the nodes of all ranks.")]
-Type = Annotated[Dtype, typer.Option(help="Of features and parameters.")]
-EdgeWeight = Annotated[str, typer.Option(help="The edge field that gcn takes for weights of edges.")]
-BackendName = Annotated[Backend, typer.Option(help="auto: the launcher's if one started this process, else threads.")]
-Ranks = Annotated[int | None, typer.Option(min=1, help="Ranks to start here, or to expect from the launcher.")]
-Threads = Annotated[int, typer.Option(min=1, help="Computing threads per rank.")]
 _LONGEST_WAIT = 7 * 24 * 3600.0  # seconds, while rank 0 of `partition` does what the others cannot share
-_LOG = ("--log", "--log-file")  # torchrun takes the first, even after the program's name, for options of its own
-Mask = Annotated[Path | None, typer.Option(help="Edge lists: .npy of booleans.")]
 
 
 def show_version(is_asked: bool) -> None:
@@ -87,37 +78,9 @@ def command(
 
 
 @app.command()
+@takes(PartitionConfig)
 def partition(
-    input: Annotated[
-        str,
-        typer.Argument(
-            help=".npz, .json of a DGL partition, edge list (.npy, .parquet, .csv, .txt; the latter also .gz), folder "
-            "with edges and features, dataset of OGB (folder or name), demo:digits or demo:powerlaw."
-        ),
-    ],
-    output: Annotated[Path, typer.Argument(help="The directory to write.")],
-    parts: Annotated[int | None, typer.Option(help="Ranks at most (default: 4; of a .json its own).")] = None,
-    method: Annotated[str, typer.Option(help="kaminpar (for any size), metis, random or range.")] = "kaminpar",
-    seed: Annotated[int, typer.Option(help="Of the partitioner.")] = 0,
-    assignment: Annotated[Path | None, typer.Option(help="An .npy with the part of each node, instead.")] = None,
-    node_weights: Annotated[Path | None, typer.Option(help="An .npy of what parts balance (default: bytes).")] = None,
-    overwrite: Annotated[bool, typer.Option(help="Replace a store that is there already.")] = False,
-    features: Annotated[Path | None, typer.Option(help="Edge lists: .npy, .parquet or .csv, a row per node.")] = None,
-    labels: Annotated[Path | None, typer.Option(help="Edge lists: .npy of class ids, -1 for unlabelled.")] = None,
-    train_mask: Mask = None,
-    val_mask: Mask = None,
-    test_mask: Mask = None,
-    weights: Annotated[Path | None, typer.Option(help="Edge lists: .npy of edge weights.")] = None,
-    num_nodes: Annotated[int | None, typer.Option(help="Edge lists without features, labels and masks.")] = None,
-    names: Annotated[bool, typer.Option("--names", help="Edge lists: ids are names, as --nodes implies.")] = False,
-    nodes: Annotated[Path | None, typer.Option(help="Edge lists: a table of ids, features, label, split.")] = None,
-    node_id: Annotated[str | None, typer.Option(help="The column of ids in --nodes, or a field of names.")] = None,
-    label: Annotated[str | None, typer.Option(help="The column of labels in --nodes (default: y or label).")] = None,
-    src: Annotated[str | None, typer.Option(help="With names: the column of sources (default: src).")] = None,
-    dst: Annotated[str | None, typer.Option(help="With names: the column of destinations (default: dst).")] = None,
-    drop: Annotated[list[str] | None, typer.Option(help="Leave out this field (may be repeated).")] = None,
-    threads: Annotated[int, typer.Option(help="kaminpar: with more than 1, the parts differ from run to run.")] = 1,
-    memory: Annotated[float, typer.Option(help="Files: GiB for edges on each rank, before temporary files.")] = 1.0,
+    config: PartitionConfig,
     backend: BackendName = "auto",
     ranks: Annotated[int | None, typer.Option(min=1, help="Files: ranks to start here, or of the launcher.")] = None,
 ) -> None:
@@ -125,13 +88,6 @@ def partition(
 
     A graph in files is shared out under `mpirun -n N` or `torchrun --nproc-per-node N --no-python`.
     """
-    masks = {"train_mask": train_mask, "val_mask": val_mask, "test_mask": test_mask}
-    beside = {"features": features, "labels": labels, "weights": weights, "num_nodes": num_nodes}
-    tables = {"nodes": nodes, "node_id": node_id, "label": label, "src": src, "dst": dst}
-    options: dict[str, Any] = {"method": method, "seed": seed, "overwrite": overwrite, "threads": threads}
-    read = partial(read_source, input, drop or (), masks, names, tables, **beside)
-    options["memory_bytes"] = int(memory * 2**30)
-    config = PartitionConfig(read, output, parts, assignment, node_weights, options)
     run_ranks(partition_rank, config, backend, ranks, timeout=_LONGEST_WAIT)
 
 
@@ -159,60 +115,28 @@ def new(
 
 
 @app.command()
+@takes(TrainConfig)
 def train(
-    store: StoreFolder,
-    model: Annotated[ModelName, typer.Option(help="Of torch_geometric.nn.")] = "sage",
-    layers: Layers = 2,
-    hidden: Hidden = 64,
-    heads: Heads = 4,
-    epochs: Annotated[int, typer.Option(min=1, help="The epoch to train up to.")] = 100,
-    lr: Annotated[float, typer.Option(min=0, help="Learning rate of Adam.")] = 0.01,
-    weight_decay: Annotated[float, typer.Option(help="Weight decay of Adam.")] = 0.0,
-    dropout: Dropout = 0.0,
-    batch_norm: BatchNorm = False,
-    mode: Annotated[Literal[Mode, "auto"], typer.Option(help="sar needs the least memory. The numbers agree.")] = "sar",
-    memory_budget: Annotated[str | None, typer.Option(help="With --mode auto: bytes per rank, as in 6GiB.")] = None,
+    config: TrainConfig,
     backend: BackendName = "auto",
     ranks: Ranks = None,
-    threads: Threads = 1,
-    seed: Annotated[int, typer.Option(help="Of the parameters.")] = 0,
-    dtype: Type = "float32",
-    edge_weight: EdgeWeight = "",
-    mask_prefix: Annotated[str, typer.Option(help="Before train_mask, val_mask and test_mask in field names.")] = "",
-    split: Annotated[int, typer.Option(help="The column of masks that have one per split.")] = 0,
-    eval_every: Annotated[int, typer.Option(min=1, help="Epochs between two evaluations.")] = 1,
-    patience: Annotated[int, typer.Option(min=0, help="Epochs without a better accuracy; 0: no end.")] = 0,
-    log: Annotated[str, typer.Option(*_LOG, help="JSON lines; - shows them and nothing else.")] = "",
-    log_csv: Annotated[str, typer.Option(help="A table with a row per epoch.")] = "",
-    tensorboard: Annotated[str, typer.Option(help="The folder for TensorBoard.")] = "",
-    plot: Annotated[str, typer.Option(help="Draw loss, accuracy and memory since the start into this file.")] = "",
-    best: Annotated[str, typer.Option(help="The file for the parameters of the best epoch so far.")] = "",
-    checkpoint: Annotated[str, typer.Option(help="The file to write while training.")] = "",
-    checkpoint_every: Annotated[int, typer.Option(min=1, help="Epochs between two checkpoints.")] = 1,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint, on any ranks.")] = False,
     restarts: Annotated[int, typer.Option(min=0, help="Times to start failed ranks again, from the checkpoint.")] = 0,
-    profile: Annotated[str, typer.Option(help="Trace one epoch of each rank, for Perfetto or chrome://tracing.")] = "",
 ) -> None:
     """Train one of six PyG models on the whole graph, on any number of ranks up to the number of parts.
 
     For a model of your own, `shardpass new` writes a script. Start this one alone, with --ranks N, or under
     `mpirun -n N` or `torchrun --nproc-per-node N --no-python`.
     """
-    if profile and backend == "auto" and starts_threads(backend, ranks):
+    if config.profile and backend == "auto" and starts_threads(backend, ranks):
         backend = "processes"  # threads have one profiler, which traces one of them
-    config = TrainConfig(
-        model, layers, hidden, heads, dropout, batch_norm, dtype, edge_weight,
-        store=str(store), epochs=epochs, lr=lr, weight_decay=weight_decay, mode=mode, memory_budget=memory_budget,
-        seed=seed, mask_prefix=mask_prefix, split=split, eval_every=eval_every, patience=patience, log=log,
-        log_csv=log_csv, tensorboard=tensorboard, plot=plot, best=best, checkpoint=checkpoint,
-        checkpoint_every=checkpoint_every, resume=resume, threads=threads, profile=profile,
-        shared_process=not restarts and starts_threads(backend, ranks),
-    )  # fmt: skip
+    config = replace(config, shared_process=not restarts and starts_threads(backend, ranks))
     train_with_restarts(config, backend, ranks, restarts)
 
 
 @app.command()
+@takes(ModelConfig, but=("dtype", "edge_weight"))
 def plan(
+    config: ModelConfig,
     store: Annotated[Path | None, typer.Argument(help="A store; or give --nodes and --edges.")] = None,
     nodes: Annotated[str | None, typer.Option(help="Nodes of a graph known by its counts, as in 111M.")] = None,
     edges: Annotated[str | None, typer.Option(help="Its edges, as in 3.2B.")] = None,
@@ -220,12 +144,6 @@ def plan(
     classes: Annotated[int, typer.Option(help="Its classes.")] = 2,
     cut: Annotated[float | None, typer.Option(help="Its fraction of cut edges (default: random parts).")] = None,
     halo: Annotated[float | None, typer.Option(help="Its halo rows per own node (default: random edges).")] = None,
-    model: Annotated[ModelName, typer.Option(help="As in `train`.")] = "sage",
-    layers: Layers = 2,
-    hidden: Hidden = 64,
-    heads: Heads = 4,
-    dropout: Dropout = 0.0,
-    batch_norm: BatchNorm = False,
     ranks: Annotated[list[int] | None, typer.Option(min=1, help="May be repeated (default: 1, 2, 4, 8).")] = None,
     mode: Annotated[list[str], typer.Option(help="A mode (may be repeated).")] = ["sar", "keep", "halo"],  # noqa: B006
     budget: Annotated[str | None, typer.Option(help="Bytes per rank, as in 6GiB.")] = None,
@@ -237,7 +155,6 @@ def plan(
     """Estimate the peak memory per rank of each mode and number of ranks, before anything runs."""
     graph = graph_of(store, nodes, edges, features, classes, cut, halo)
     prepare_files(plot, page)
-    config = ModelConfig(model, layers, hidden, heads, dropout, batch_norm)
     built = config.build(*known_sizes(graph))
     torch.set_num_threads(1)  # dry runs are small
     modes: list[Any] = mode  # which the planner checks
@@ -254,30 +171,9 @@ def plan(
 
 
 @app.command()
-def infer(
-    store: StoreFolder,
-    output: Annotated[Path, typer.Argument(help="A row per node in the original order: .npy; .parquet with ids.")],
-    weights: Annotated[Path, typer.Option(exists=True, help="Of `train`, or a state_dict: .pt, .safetensors.")],
-    model: Annotated[str, typer.Option(help="As in `train`, or FILE.py:FUNCTION that makes it of the graph.")] = "sage",
-    layers: Layers = 2,
-    hidden: Hidden = 64,
-    heads: Heads = 4,
-    batch_norm: BatchNorm = False,
-    frontend: Annotated[Literal["pyg", "dgl"], typer.Option(help="dgl calls model(graph, x).")] = "pyg",
-    mode: Annotated[Mode, typer.Option(help="sar needs the least memory. The numbers agree.")] = "sar",
-    backend: BackendName = "auto",
-    ranks: Ranks = None,
-    threads: Threads = 1,
-    dtype: Type = "float32",
-    edge_weight: EdgeWeight = "",
-    overwrite: Annotated[bool, typer.Option(help="Replace a file that is there already.")] = False,
-    tag: Annotated[str, typer.Option(help="Any text: a run does not continue one with another tag.")] = "",
-) -> None:
+@takes(InferConfig, but=("dropout",))
+def infer(config: InferConfig, backend: BackendName = "auto", ranks: Ranks = None) -> None:
     """Write a trained model's output for every node. A run that was ended goes on where it stood."""
-    config = InferConfig(
-        model, layers, hidden, heads, 0.0, batch_norm, dtype, edge_weight, store=str(store), output=str(output),
-        weights=str(weights), frontend=frontend, mode=mode, threads=threads, overwrite=overwrite, tag=tag,
-    )  # fmt: skip
     run_ranks(infer_rank, config, backend, ranks)
 
 
@@ -310,9 +206,9 @@ def test(
 
 @app.command()
 def demo(
-    output: Annotated[Path, typer.Option(help="The directory for the chart and the numbers.")] = Path("demo-out"),
+    output: Annotated[Path, typer.Option(help="The directory for the chart and the graphs.")] = Path("demo-out"),
     ranks: Annotated[int, typer.Option(min=1, help="Ranks of the distributed runs.")] = 4,
-    nodes: Annotated[int, typer.Option(help="Nodes of the power-law graph of the second stage.")] = 100_000,
+    nodes: Annotated[int, typer.Option(help="Nodes of the power-law graph of the first stage.")] = 100_000,
 ) -> None:
     """Train an unmodified GAT in one process and on several ranks; compare memory, loss, accuracy and time."""
     run_demo(output, ranks, nodes)

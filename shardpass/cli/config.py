@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+import typer
 
 from shardpass.cli.models import ModelConfig
+from shardpass.cli.options import StoreFolder, Threads
 from shardpass.cli.task import Task, read_task
 from shardpass.core.graphs import ShardedGraph
 from shardpass.core.ranks import Mode
+
+_LOG = ("--log", "--log-file")  # torchrun takes the first, even after the program's name, for options of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,28 +25,28 @@ class TrainConfig(ModelConfig):
     are threads of one process.
     """
 
-    store: str
-    epochs: int = 100
-    lr: float = 0.01
-    weight_decay: float = 0.0
-    mode: Mode | Literal["auto"] = "sar"
-    memory_budget: str | None = None
-    seed: int = 0
-    mask_prefix: str = ""
-    split: int = 0
-    eval_every: int = 1
-    patience: int = 0
-    log: str = ""
-    log_csv: str = ""
-    tensorboard: str = ""
-    plot: str = ""
-    best: str = ""
-    checkpoint: str = ""
-    checkpoint_every: int = 1
-    resume: bool = False
-    threads: int = 1
+    store: StoreFolder
+    epochs: Annotated[int, typer.Option(min=1, help="The epoch to train up to.")] = 100
+    lr: Annotated[float, typer.Option(min=0, help="Learning rate of Adam.")] = 0.01
+    weight_decay: Annotated[float, typer.Option(help="Weight decay of Adam.")] = 0.0
+    mode: Annotated[Literal[Mode, "auto"], typer.Option(help="sar needs the least memory. The numbers agree.")] = "sar"
+    memory_budget: Annotated[str | None, typer.Option(help="With --mode auto: bytes per rank, as in 6GiB.")] = None
+    threads: Threads = 1
+    seed: Annotated[int, typer.Option(help="Of the parameters.")] = 0
+    mask_prefix: Annotated[str, typer.Option(help="Before train_mask, val_mask and test_mask in field names.")] = ""
+    split: Annotated[int, typer.Option(help="The column of masks that have one per split.")] = 0
+    eval_every: Annotated[int, typer.Option(min=1, help="Epochs between two evaluations.")] = 1
+    patience: Annotated[int, typer.Option(min=0, help="Epochs without a better accuracy; 0: no end.")] = 0
+    log: Annotated[str, typer.Option(*_LOG, help="JSON lines; - shows them and nothing else.")] = ""
+    log_csv: Annotated[str, typer.Option(help="A table with a row per epoch.")] = ""
+    tensorboard: Annotated[str, typer.Option(help="The folder for TensorBoard.")] = ""
+    plot: Annotated[str, typer.Option(help="Draw loss, accuracy and memory since the start into this file.")] = ""
+    best: Annotated[str, typer.Option(help="The file for the parameters of the best epoch so far.")] = ""
+    checkpoint: Annotated[str, typer.Option(help="The file to write while training.")] = ""
+    checkpoint_every: Annotated[int, typer.Option(min=1, help="Epochs between two checkpoints.")] = 1
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint, on any ranks.")] = False
+    profile: Annotated[str, typer.Option(help="Trace one epoch of each rank, for Perfetto or chrome://tracing.")] = ""
     shared_process: bool = False
-    profile: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -114,30 +114,18 @@ def _verdict(boxes: Boxes, waits_for: Mapping[int, set[int]]) -> str:
     if named:
         ((rank, how), _), *_ = named.most_common(1)
         return f"Look at rank {rank} first: {_HOW[how]}."
-    ends, circle = _follow([rank for rank, others in waits_for.items() if others], waits_for)
-    idle = [rank for rank in ends if rank not in boxes or not _open(boxes[rank])]
+    waiting = [rank for rank, others in waits_for.items() if others]
+    ends = {other for rank in waiting for other in waits_for[rank] if not waits_for.get(other)}  # where waiting ends
+    idle = [rank for rank in sorted(ends) if rank not in boxes or not _open(boxes[rank])]
     if idle:
         where = "was in no call: slow, or on another path" if set(idle) <= set(boxes) else "left no black box"
         return f"Look at {_ranks(idle)} first. The others waited, and it {where}."
     different = _different(boxes)
     if different:
         return different
-    if circle:
-        return f"{_ranks(circle)} wait for each other in a circle: look for calls that they make in different orders."
+    if waiting and not ends:
+        return f"{_ranks(waiting)} wait for each other in a circle: look for calls that they make in different orders."
     return "No rank is missing: each had come to the calls in which the others waited. What they said tells the cause."
-
-
-def _follow(starts: Iterable[int], waits_for: Mapping[int, set[int]]) -> tuple[list[int], list[int]]:
-    """The ranks at which waiting ends that begins with ``starts``, and those on the way if it does not end."""
-    seen: set[int] = set()
-    todo = list(starts)
-    while todo:
-        rank = todo.pop()
-        if rank not in seen:
-            seen.add(rank)
-            todo += waits_for.get(rank, ())
-    ends = [rank for rank in seen if not waits_for.get(rank)]
-    return sorted(ends), [] if ends else sorted(seen)
 
 
 def _open(box: BlackBox) -> list[CallRecord]:

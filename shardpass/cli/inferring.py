@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
+import typer
 from rich.console import Console
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 import shardpass as sp
 from shardpass.cli.console import Steps
 from shardpass.cli.models import MODELS, ModelConfig, in_degrees_for
+from shardpass.cli.options import StoreFolder, Threads
 from shardpass.cli.task import edge_weight_of, features_of, model_inputs, num_classes_of, unused_edge_fields
 from shardpass.core.ranks import Mode, Ranks, refuse_irregular
 
@@ -23,14 +26,15 @@ from shardpass.core.ranks import Mode, Ranks, refuse_irregular
 class InferConfig(ModelConfig):
     """What `shardpass infer` was asked to do, as plain data. Every rank must have the same."""
 
-    store: str
-    output: str
-    weights: str
-    frontend: str = "pyg"
-    mode: Mode = "sar"
-    threads: int = 1
-    overwrite: bool = False
-    tag: str = ""
+    model: Annotated[str, typer.Option(help="As in `train`, or FILE.py:FUNCTION that makes it of the graph.")] = "sage"  # type: ignore[assignment]
+    store: StoreFolder
+    output: Annotated[str, typer.Argument(help="A row per node in the original order: .npy; .parquet with ids.")]
+    weights: Annotated[Path, typer.Option(exists=True, help="Of `train`, or a state_dict: .pt, .safetensors.")]
+    frontend: Annotated[Literal["pyg", "dgl"], typer.Option(help="dgl calls model(graph, x).")] = "pyg"
+    mode: Annotated[Mode, typer.Option(help="sar needs the least memory. The numbers agree.")] = "sar"
+    threads: Threads = 1
+    overwrite: Annotated[bool, typer.Option(help="Replace a file that is there already.")] = False
+    tag: Annotated[str, typer.Option(help="Any text: a run does not continue one with another tag.")] = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,7 +56,7 @@ def infer_rank(comm: Ranks, config: InferConfig) -> list[str]:
     x = features_of(graph, config.torch_dtype)
     is_pyg = config.frontend == "pyg"
     model = (sp.pyg if is_pyg else sp.dgl).wrap(_build(config, graph, x.size(1)).to(config.torch_dtype), comm)
-    _load_weights(Path(config.weights), comm, model, graph)
+    _load_weights(config.weights, comm, model, graph)
     console = Console(stderr=True, quiet=comm.rank > 0)
     if config.model in MODELS and (note := unused_edge_fields(graph, config.edge_weight)):
         console.print(note)

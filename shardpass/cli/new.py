@@ -11,13 +11,11 @@ from shardpass.core.ranks import prepare_target
 
 _WORDS = {
     "library": ("PyG", "DGL"),
-    "import_": ("from torch_geometric.nn import SAGEConv", "from dgl.nn import SAGEConv"),
+    "package": ("torch_geometric", "dgl"),
+    "frontend": ("pyg", "dgl"),
+    "how": ("", ', "mean"'),
     "inputs": ("x, edge_index", "g, x"),
-    "first": ("SAGEConv(channels, hidden)", 'SAGEConv(channels, hidden, "mean")'),
-    "second": ("SAGEConv(hidden, classes)", 'SAGEConv(hidden, classes, "mean")'),
-    "first_call": ("self.first(x, edge_index)", "self.first(g, x)"),
-    "second_call": ("self.second(h, edge_index)", "self.second(g, h)"),
-    "wrap": ("sp.pyg.wrap", "sp.dgl.wrap"),
+    "hidden": ("h, edge_index", "g, h"),
     "call": ("model(graph.x, graph.edge_index)", "model(graph, graph.node[FEATURES])"),
     "names": ("", """
 FEATURES, LABELS = "x", "y"  # fields of the demo; many graphs of DGL have "feat" and "label" instead
@@ -44,7 +42,7 @@ import argparse
 import os
 
 import torch
-$import_
+from $package.nn import SAGEConv
 
 import shardpass as sp
 $names
@@ -54,13 +52,13 @@ class Net(torch.nn.Module):
 
     def __init__(self, channels, hidden, classes):
         super().__init__()
-        self.first = $first
-        self.second = $second
+        self.first = SAGEConv(channels, hidden$how)
+        self.second = SAGEConv(hidden, classes$how)
         self.dropout = torch.nn.Dropout(0.5)
 
     def forward(self, $inputs):
-        h = self.dropout($first_call.relu())
-        return $second_call
+        h = self.dropout(self.first($inputs).relu())
+        return self.second($hidden)
 
 
 def step(model, optimizer, graph, comm):
@@ -87,7 +85,7 @@ def train(comm, options):
     classes = $classes
     with sp.seed(options.seed, comm):  # the same first parameters on every rank
         model = Net($channels, options.hidden, classes)
-    model = $wrap(model, comm)
+    model = sp.$frontend.wrap(model, comm)
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
 
     epoch, best, waited = 0, -1.0, 0

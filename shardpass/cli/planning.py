@@ -89,16 +89,17 @@ def title_of(config: ModelConfig, graph: Path | sp.GraphCounts) -> str:
 def draw_plan(planned: sp.Plan, title: str, path: Path) -> None:
     """Write a bar per number of ranks and mode, in pieces for its terms, and a line for the budget."""
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
     rows, unit = planned.rows, 2**30 if max((row.peak for row in planned.rows), default=0) >= 2**30 else 2**20
     figure = Figure(figsize=(11, 2.4 + 0.36 * len(rows)), layout="constrained", facecolor="white")
     axes = figure.add_subplot()
+    left = [0.0] * len(rows)
+    for term, colour in COLOURS.items():
+        widths = [segments(row).get(term, 0) / unit for row in rows]
+        if any(widths):
+            axes.barh(range(len(rows)), widths, left=left, color=colour, height=0.72, label=term)
+            left = [begin + width for begin, width in zip(left, widths)]
     for place, row in enumerate(rows):
-        left = 0.0
-        for term, count in segments(row).items():
-            axes.barh(place, count / unit, left=left / unit, color=COLOURS[term], height=0.72)
-            left += count
         fits = planned.budget is None or row.peak <= planned.budget
         mark = "  take this" if row is planned.best else ("" if fits else "  too large")
         axes.annotate(
@@ -117,9 +118,7 @@ def draw_plan(planned: sp.Plan, title: str, path: Path) -> None:
     axes.margins(x=0.18)
     axes.set_xlabel(f"estimated peak memory per rank ({'GiB' if unit == 2**30 else 'MiB'})")
     axes.spines[["top", "right"]].set_visible(False)
-    used = [term for term in COLOURS if any(term in segments(row) for row in rows)]
-    patches = [Patch(color=COLOURS[term], label=term) for term in used]
-    figure.legend(handles=patches, loc="outside lower left", ncols=5, frameon=False)
+    figure.legend(loc="outside lower left", ncols=5, frameon=False)
     figure.savefig(path, dpi=150)
 
 

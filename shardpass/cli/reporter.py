@@ -5,11 +5,10 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from shardpass.cli.config import TrainConfig
-from shardpass.cli.console import output
+from shardpass.cli.console import Steps, output
 from shardpass.cli.logs import Record, logs_of
 from shardpass.cli.task import SPLITS, unused_edge_fields
 from shardpass.core import kernels
@@ -34,11 +33,8 @@ class Reporter:
         )
         for line in filter(None, (unused_edge_fields(graph, config.edge_weight), note, first_compilation())):
             self.console.print(line)
-        columns = (MofNCompleteColumn(), BarColumn(12), TextColumn("{task.description}"), TimeRemainingColumn())
-        hidden = self.console.quiet or not self.console.is_terminal
-        self.bar = Progress(*columns, console=self.console, disable=hidden)
-        self.bar.add_task("", total=config.epochs, completed=first_epoch - 1)
-        self.bar.start()
+        self.steps = Steps(self.console)
+        self.steps.start()
 
     def epoch(self, record: Record) -> None:
         """Show and log one epoch."""
@@ -46,21 +42,22 @@ class Reporter:
             log.epoch(record)
         epoch, last = record["epoch"], self.config.epochs
         text = f"loss {record['loss']:.4f}" + "".join(f"  {m} {record[m]:.4f}" for m in SPLITS if m in record)
-        self.bar.update(self.bar.task_ids[0], completed=epoch, description=text)
         step = max(1, (last - self.first_epoch + 1) // 10)
-        if self.bar.disable and (epoch in (self.first_epoch, last) or epoch % step == 0):
+        if not self.steps.disable:
+            self.steps.tell("epochs", epoch, last, f", {text}")
+        elif epoch in (self.first_epoch, last) or epoch % step == 0:
             self.console.print(f"epoch {epoch:>4}/{last}  {text}  {record['seconds']:.2f} s")
 
     def finish(self, summary: Record) -> None:
         """Log the summary and show it as a table."""
-        self.bar.stop()
+        self.steps.stop()
         self.console.print(summary_table(summary))
         for log in self.logs:
             log.finish(summary)
 
     def close(self) -> None:
         """Give back the terminal and the logs."""
-        self.bar.stop()
+        self.steps.stop()
         for log in self.logs:
             log.close()
 

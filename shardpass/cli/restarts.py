@@ -8,8 +8,9 @@ from pathlib import Path
 
 from shardpass.cli.config import TrainConfig
 from shardpass.cli.console import sentence
-from shardpass.cli.launch import Backend, run_ranks, started_by
+from shardpass.cli.launch import run_ranks, started_by
 from shardpass.cli.logs import Record
+from shardpass.cli.options import Backend
 from shardpass.cli.training import train_rank
 from shardpass.connection import spawn
 from shardpass.errors import CommunicationError, DivergenceError

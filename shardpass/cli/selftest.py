@@ -9,39 +9,23 @@ import sys
 
 import torch
 
-from shardpass.connection import connect, spawn
+from shardpass.cli.launch import run_ranks
+from shardpass.cli.proof.links import measure
 from shardpass.core.ranks import Ranks
 
 PASSED = "self-test passed"
 
 
-def talk(comm: Ranks) -> str:
-    """An exchange in a ring and a reduction, both checked; says on what. Collective."""
+def talk(comm: Ranks, config: None) -> None:
+    """Exchange messages in a ring and reduce a number; rank 0 prints whether all of it was right. Collective."""
     torch.set_num_threads(1)
-    if comm.size != 2:
-        return f"{comm.size} ranks instead of 2"
-    sent, received = torch.full((1000,), float(comm.rank)), torch.empty(1000)
-    comm.exchange(sent, 1 - comm.rank, received, 1 - comm.rank, 7, "self-test").wait(30.0)
-    total = float(comm.all_reduce(received.sum().reshape(1), "sum", "self-test"))
-    if not bool((received == 1 - comm.rank).all()) or total != 1000.0:
-        return f"wrong values: received {received[0]}, total {total}"
-    return f"{PASSED} ({type(comm.inner).__name__})"
-
-
-def main() -> None:
-    """Run and print on rank 0."""
-    if len(sys.argv) > 1:
-        print(spawn(talk, 2, sys.argv[1], timeout=60.0)[0])  # type: ignore[arg-type]
-        return
-    comm = connect()
-    text = talk(comm)
+    is_right = all(link.is_right for link in measure(comm)) and int(comm.all_reduce(torch.ones(1))) == comm.size
     if comm.rank == 0:
-        print(text, flush=True)
-    comm.close()
+        print(f"{PASSED} ({type(comm.inner).__name__})" if is_right else "wrong values", flush=True)
 
 
 if __name__ == "__main__":
     # Imported by its name, since spawned processes cannot find functions of a `__main__` that was started with -m.
-    from shardpass.cli.selftest import main as run
+    from shardpass.cli import selftest
 
-    run()
+    run_ranks(selftest.talk, None, sys.argv[1] if len(sys.argv) > 1 else "auto", 2, 60.0)  # type: ignore[arg-type]

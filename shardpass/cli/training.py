@@ -169,7 +169,6 @@ def summarise(run: TrainingRun, last: Record, meter: PeakMeter, seconds: float) 
         "seconds": seconds,
         "seconds_per_epoch": seconds / count if count > 0 else None,
         "peak_is_of_all_ranks": run.config.shared_process,
-        "peak_method": meter.method,
         "mode": graph.options.mode,
         "estimated_peak_bytes": None if run.estimate is None else run.estimate.above_loaded,
         **{name: list(counts) for name, counts in zip(names, zip(*ranks))},

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from shardpass.core.dryrun import TERMS, Estimate, Training, estimate, fastest
+from shardpass.core.dryrun import TERMS, Estimate, Training, estimate
 from shardpass.core.exchange import shares_rows
 from shardpass.core.graphs import ShardedGraph
 from shardpass.core.memory import Checkpoint
@@ -65,8 +65,9 @@ class Plan:
 
     @property
     def best(self) -> Estimate | None:
-        """The fastest estimate that fits the budget; `None` if none fits."""
-        return fastest(self.rows, self.budget)
+        """The fastest estimate that fits the budget, and of equals the smallest; `None` if none fits."""
+        fitting = [row for row in self.rows if self.budget is None or row.peak <= self.budget]
+        return min(fitting, key=lambda row: (row.seconds, row.peak, MODES.index(row.mode)), default=None)
 
     @property
     def options(self) -> Options:
@@ -179,6 +180,8 @@ def plan(
     """
     options = Options() if options is None else options
     _check_arguments(model, ranks, modes, options, frontend, comm)
+    if ranks_per_host < 1:
+        raise ValueError(f"ranks_per_host is at least 1, got {ranks_per_host}")
     for name, function in {"optimizer": optimizer, "call": call, "loss": loss, "progress": progress}.items():
         if function is not None:
             require_callable(function, name, _CALL)
@@ -229,10 +232,6 @@ class _Planner:
     options: Options
     per_host: int
     progress: Callable[[int, int], None] | None = None
-
-    def __post_init__(self) -> None:
-        if self.per_host < 1:
-            raise ValueError(f"ranks_per_host is at least 1, got {self.per_host}")
 
     @_older_objects_left_alone()
     def plan(self, ranks: Sequence[int], modes: Iterable[Mode], budget: int | None) -> Plan:

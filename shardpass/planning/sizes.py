@@ -66,10 +66,8 @@ def sizes_of(graph: str | os.PathLike[str] | GraphCounts, ranks: int, beyond_par
     With `beyond_parts`, a random partition is assumed for more ranks than a store has parts.
 
     Raises:
-        ValueError: more ranks than parts, no features, or fewer than one rank.
+        ValueError: more ranks than parts, or no features.
     """
-    if ranks < 1:
-        raise ValueError(f"the number of ranks is at least 1, got {ranks}")
     if isinstance(graph, GraphCounts):
         fields = {"x": Field((graph.num_features,)), **_labels()}
         nodes = {NODE: NodeSizes(graph.nodes, fields, graph.num_classes)}

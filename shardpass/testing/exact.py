@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from shardpass.core.ranks import MODES, Mode, Options, Ranks
 from shardpass.testing.graphs import WholeGraph, assignments
@@ -73,11 +73,7 @@ def assert_same(
     Raises:
         AssertionError: naming the tensors that differ.
     """
-    errors = differences(whole, sharded)
-    if relative:
-        sizes = {name: _largest(tensor) for name, tensor in whole.tensors().items()}
-        errors = {name: error / max(1.0, sizes[name]) for name, error in errors.items()}
-    wrong = {name: error for name, error in errors.items() if not error <= bound}
+    wrong = {name: error for name, error in differences(whole, sharded, relative).items() if not error <= bound}
     if wrong:
         found = ", ".join(f"{name} by {error:.1e}" for name, error in wrong.items())
         raise AssertionError(f"{where} differs from the whole graph: {found}; at most {bound:.0e} is expected")
@@ -87,7 +83,3 @@ def _owners_of(graph: WholeGraph | WholeHeteroGraph, ranks: int) -> Mapping[str,
     if isinstance(graph, WholeHeteroGraph):
         return hetero_assignments(graph, ranks)
     return assignments(graph.num_nodes, ranks, graph.edge_index)
-
-
-def _largest(tensor: Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.core.graphs import ShardedGraph, ShardedHeteroGraph
-from shardpass.core.ranks import Options, Ranks
+from shardpass.core.ranks import Options, Ranks, plain_of
 from shardpass.core.sharding import EDGE, NODE, NodeType
 from shardpass.core.training import sync_gradients
 from shardpass.testing.graphs import WholeGraph
@@ -35,8 +35,7 @@ class Outcome:
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors, by names that tell them apart."""
-        output = self.output if isinstance(self.output, dict) else {"": self.output}
-        found = {f"output of {kind}" if kind else "output": rows for kind, rows in output.items()}
+        found = {f"output of {kind}" if kind else "output": rows for kind, rows in _by_kind(self).items()}
         for part in ("inputs", "parameters", "buffers"):
             found |= {f"{part}.{name}": tensor for name, tensor in getattr(self, part).items()}
         return found
@@ -56,12 +55,7 @@ def evaluate_whole(model: nn.Module, graph: WholeGraph | WholeHeteroGraph, call:
     edges = dict(typed.edges) if has_types else typed.edges[EDGE]
     outputs = _called(call, model, fields, edges)
     torch.stack([(out * cotangent(out)).sum() for out in outputs.values()]).sum().backward()
-    return Outcome(
-        _as_returned({kind: out.detach() for kind, out in outputs.items()}),
-        {name: gradient_of(t) for _, name, t in _differentiable(fields, has_types)},
-        {name: gradient_of(p) for name, p in model.named_parameters()},
-        {name: b.clone() for name, b in model.named_buffers()},
-    )
+    return _outcome(model, outputs, _differentiable(fields, has_types))
 
 
 def evaluate_sharded(
@@ -75,47 +69,55 @@ def evaluate_sharded(
     whole: Outcome,
 ) -> Outcome:
     """`model` on `ranks` in-process ranks: rows put back in the original order."""
-    typed, has_types = _by_type(graph)
-    owners = owners if has_types else {NODE: owners}
-    expected = whole.output if isinstance(whole.output, dict) else {"": whole.output}
-    cotangents = {kind: cotangent(out) for kind, out in expected.items()}
-
-    def work(comm: Ranks) -> tuple[Any, ...]:
-        mine = wrap(copy.deepcopy(model), comm)
-        share = sharded(typed, owners, comm, options)
-        fields, ids = _own(share)
-        outputs = _called(call, mine, fields, share)
-        rows = ids if has_types else {"": _rows_of(outputs[""], share)}
-        losses = [(outputs[kind] * cotangents[kind][rows[kind]]).sum() for kind in cotangents]
-        torch.stack(losses).sum().backward()
-        sync_gradients(mine, comm)  # if it is not wrapped
-        found = {kind: (rows[kind], out.detach()) for kind, out in outputs.items()}
-        grads = {name: (ids[kind], gradient_of(t)) for kind, name, t in _differentiable(fields, has_types)}
-        parameters = {name: gradient_of(p) for name, p in mine.named_parameters()}
-        return found, grads, parameters, {name: b.clone() for name, b in mine.named_buffers()}
-
-    results = run(work, ranks)
+    results = run(evaluate_rank, ranks, args=(model, graph, call, owners, wrap, options, whole))
+    first, _, _ = results[0]
     outputs, inputs = (
-        {name: torch.full_like(t, float("nan")) for name, t in of.items()} for of in (expected, whole.inputs)
+        {name: torch.full_like(t, float("nan")) for name, t in of.items()} for of in (_by_kind(whole), whole.inputs)
     )
-    parameters: dict[str, Tensor] = {}
-    for found, grads, own, _ in results:
-        for table, parts in ((outputs, found), (inputs, grads)):
-            for name, (rows, values) in parts.items():
-                table[name][rows] = values
-        parameters |= own  # the same on every rank
-    return Outcome(_as_returned(outputs), inputs, parameters, results[0][3])
+    for mine, output_rows, input_rows in results:
+        for table, found, rows in ((outputs, _by_kind(mine), output_rows), (inputs, mine.inputs, input_rows)):
+            for name, values in found.items():
+                table[name][rows[name]] = values
+    return Outcome(_as_returned(outputs), inputs, first.parameters, first.buffers)
 
 
-def differences(whole: Outcome, sharded: Outcome) -> dict[str, float]:
-    """The largest absolute error of every tensor of `sharded` against `whole`. A NaN counts as infinite."""
+def evaluate_rank(
+    comm: Ranks,
+    model: nn.Module,
+    graph: WholeGraph | WholeHeteroGraph,
+    call: Caller | HeteroCaller,
+    owners: Any,
+    wrap: Callable[[nn.Module, Ranks], nn.Module],
+    options: Options,
+    whole: Outcome,
+) -> tuple[Outcome, dict[Any, Tensor], dict[str, Tensor]]:
+    """`model` on this rank's share of `graph`, with the original ids of the rows of outputs and inputs. Collective."""
+    typed, has_types = _by_type(graph)
+    mine = wrap(copy.deepcopy(model), comm)
+    share = sharded(typed, owners if has_types else {NODE: owners}, comm, options)
+    fields, ids = _own(share)
+    outputs = _called(call, mine, fields, share)
+    if not has_types:
+        ids[""] = share.node_ids if outputs[""].size(0) == share.num_own_nodes else share.edge_ids
+    losses = [(outputs[kind] * cotangent(out)[ids[kind]]).sum() for kind, out in _by_kind(whole).items()]
+    torch.stack(losses).sum().backward()
+    sync_gradients(mine, comm)  # if it is not wrapped
+    inputs = _differentiable(fields, has_types)
+    return _outcome(mine, outputs, inputs), ids, {name: ids[kind] for kind, name, _ in inputs}
+
+
+def differences(whole: Outcome, sharded: Outcome, relative: bool = False) -> dict[str, float]:
+    """The largest absolute error of every tensor of `sharded` against `whole`. A NaN counts as infinite.
+
+    With `relative`, it is divided by the largest entry of the tensor, if that is above 1.
+    """
     found = sharded.tensors()
-    return {name: _error(tensor, found[name]) for name, tensor in whole.tensors().items()}
+    return {name: _error(tensor, found[name], relative) for name, tensor in whole.tensors().items()}
 
 
 def gradient_of(tensor: Tensor) -> Tensor:
     """A copy of the gradient of `tensor`; zeros if it has none."""
-    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.clone()
+    return torch.zeros_like(tensor) if tensor.grad is None else plain_of(tensor.grad.clone())
 
 
 def _by_type(graph: WholeGraph | WholeHeteroGraph) -> tuple[WholeHeteroGraph, bool]:
@@ -140,12 +142,22 @@ def _called(call: Any, model: nn.Module, fields: Tensors, edges: Any) -> dict[An
     return {"": call(model, {**fields[NODE], **fields[EDGE]}, edges)}
 
 
-def _rows_of(output: Tensor, sharded: ShardedGraph) -> Tensor:
-    return sharded.node_ids if output.size(0) == sharded.num_own_nodes else sharded.edge_ids
-
-
 def _as_returned(outputs: dict[Any, Tensor]) -> Any:
     return outputs.get("", outputs)
+
+
+def _by_kind(outcome: Outcome) -> dict[Any, Tensor]:
+    """The inverse of `_as_returned`."""
+    return outcome.output if isinstance(outcome.output, dict) else {"": outcome.output}
+
+
+def _outcome(model: nn.Module, outputs: dict[Any, Tensor], inputs: list[tuple[Any, str, Tensor]]) -> Outcome:
+    return Outcome(
+        _as_returned({kind: plain_of(out.detach()) for kind, out in outputs.items()}),
+        {name: gradient_of(t) for _, name, t in inputs},
+        {name: gradient_of(p) for name, p in model.named_parameters()},
+        {name: b.clone() for name, b in model.named_buffers()},
+    )
 
 
 def _leaves(tensors: Tensors) -> Tensors:
@@ -165,8 +177,11 @@ def _differentiable(fields: Tensors, has_types: bool) -> list[tuple[Any, str, Te
     ]
 
 
-def _error(a: Tensor, b: Tensor) -> float:
-    if a.shape != b.shape:
+def _error(whole: Tensor, found: Tensor, relative: bool) -> float:
+    if whole.shape != found.shape:
         return float("inf")
-    error = float((a.detach().double() - b.detach().double()).abs().max()) if a.numel() else 0.0
+    if not whole.numel():
+        return 0.0
+    error = float((whole.detach().double() - found.detach().double()).abs().max())
+    error /= max(1.0, float(whole.detach().abs().max())) if relative else 1.0
     return error if error == error else float("inf")

@@ -68,6 +68,11 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+def rank_variables(rank: int, size: int, port: int) -> dict[str, str]:
+    """The environment of a rank that is started by hand, with the variables of torchrun."""
+    return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
 def launch(launcher: str, ranks: int, what: str, limit: float = 480.0, **env: str) -> Ended:
     """Run ``program.py`` on ``ranks`` ranks to its end; fails when processes are left."""
     token = uuid.uuid4().hex
@@ -89,14 +94,11 @@ def launch(launcher: str, ranks: int, what: str, limit: float = 480.0, **env: st
 
 def _bare(ranks: int, what: str, token: str, limit: float, environ: dict[str, str]) -> tuple[str, int]:
     """Each rank started by hand with torchrun's variables."""
-    port = str(free_port())
+    port = free_port()
     children = []
     for rank in range(ranks):
-        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": str(ranks)}
-        arguments = [sys.executable, str(PROGRAM), what, token]
-        children.append(
-            subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env | environ)
-        )
+        env, arguments = rank_variables(rank, ranks, port) | environ, [sys.executable, str(PROGRAM), what, token]
+        children.append(subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env))
     ends = [_output(child, limit) for child in children]
     return "\n".join(text for text, _ in ends), max(abs(code) for _, code in ends)
 

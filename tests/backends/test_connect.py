@@ -14,7 +14,7 @@ from shardpass.backends import LocalCommunicator, connect, detect, hosts
 from shardpass.backends.environment import first_host
 from shardpass.errors import CommunicationError
 
-from .launchers import free_port
+from .launchers import free_port, rank_variables
 
 connect_module = importlib.import_module("shardpass.backends.connect")
 
@@ -69,9 +69,8 @@ def test_incomplete_variables(monkeypatch):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_peer_that_does_not_come(monkeypatch, rank):
-    port = str(free_port())
-    variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in (variables | {"SHARDPASS_CONNECT_TIMEOUT": "1.5"}).items():
+    port = free_port()
+    for name, value in (rank_variables(rank, 2, port) | {"SHARDPASS_CONNECT_TIMEOUT": "1.5"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(CommunicationError, match=f"127.0.0.1:{port}") as caught:
         connect()
@@ -133,10 +132,10 @@ def test_processes_divide_the_cores_when_they_connect(variable):
         "print(before, torch.get_num_threads(), len(comm.local_ranks)); comm.close()"
     )
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     env |= {"OMP_NUM_THREADS": variable} if variable else {}
-    command = [sys.executable, "-c", code]
-    children = [subprocess.Popen(command, env=env | {"RANK": rank}, stdout=subprocess.PIPE, text=True) for rank in "01"]
+    command, port = [sys.executable, "-c", code], free_port()
+    envs = [env | rank_variables(rank, 2, port) for rank in range(2)]
+    children = [subprocess.Popen(command, env=one, stdout=subprocess.PIPE, text=True) for one in envs]
     for child in children:
         before, after, ranks = map(int, child.communicate(timeout=480)[0].split())
         cores = len(connect_module.usable_cores())

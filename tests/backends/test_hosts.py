@@ -14,7 +14,7 @@ import pytest
 from benchmarks.jobs import survivors, why_no_namespaces
 
 from . import launchers
-from .launchers import command, free_port
+from .launchers import command, free_port, rank_variables
 
 pytestmark = pytest.mark.processes
 LIMIT = 240.0  # for whatever a test waits for, on a busy machine
@@ -61,9 +61,12 @@ class Job:
         with self.log.open("ab") as log:
             self.children.append(subprocess.Popen(arguments, stdout=log, stderr=log, env=env, start_new_session=True))
 
-    def rank(self, rank: int, size: int, port: int) -> None:
-        env = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        self.start(sys.executable, str(self.program), str(self.go), **env)
+    def two_ranks(self) -> None:
+        """Start two ranks by hand, and return when both are up."""
+        port = free_port()
+        for rank in range(2):
+            self.start(sys.executable, str(self.program), str(self.go), **rank_variables(rank, 2, port))
+        self.until("is up", 2)
 
     def text(self) -> str:
         return self.log.read_text()
@@ -93,10 +96,7 @@ def job(tmp_path):
 
 
 def test_a_stopped_process_is_missed_and_waited_for(job):
-    port = free_port()
-    for rank in range(2):
-        job.rank(rank, 2, port)
-    job.until("is up", 2)
+    job.two_ranks()
     job.children[1].send_signal(signal.SIGSTOP)
     job.go.touch()
     job.until("rank 0 has not heard of rank 1 for .* though its host answers: its process is stopped")
@@ -107,10 +107,7 @@ def test_a_stopped_process_is_missed_and_waited_for(job):
 
 @pytest.mark.long  # by mpirun in test_failures.py
 def test_a_rank_that_is_told_to_end_says_so(job):
-    port = free_port()
-    for rank in range(2):
-        job.rank(rank, 2, port)
-    job.until("is up", 2)
+    job.two_ranks()
     job.children[1].terminate()  # both compute
     job.until(r"shardpass: rank \d ends: rank 1 failed first: it was told to end \(SIGTERM\)", 2)
     assert job.codes() == [1, 128 + signal.SIGTERM]
@@ -138,13 +135,7 @@ wait
 @needs_namespaces
 def test_a_lost_host(job):
     """The network between two ranks goes away, and nothing closes their connections."""
-    env = {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29400",
-        "LOG": str(job.log),
-        "GO": str(job.go),
-    }
+    env = rank_variables(0, 2, 29400) | {"LOG": str(job.log), "GO": str(job.go)}  # the script sets RANK
     program = [sys.executable, str(job.program), str(job.go)]
     job.start("unshare", "-rn", "bash", "-c", ONE_NAMESPACE, "-", *program, **env)
     job.codes()

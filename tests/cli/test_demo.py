@@ -1,6 +1,5 @@
 """`shardpass demo`: memory comes first, a small graph's fixed cost is explained, and it speaks while piped."""
 
-import json
 import re
 import sys
 from itertools import count
@@ -39,7 +38,7 @@ def test_a_child_is_followed_in_lines_where_there_is_no_terminal(
                "the child", 6, console)  # fmt: skip
 
 
-def made_up(name: str, peaks: list[int], epochs: int) -> Stage:
+def made_up(peaks: list[int], epochs: int) -> Stage:
     def program(peaks: list[int]) -> Program:
         lines: list[dict[str, Any]] = [
             {"event": "epoch", "loss": 1 / epoch, "seconds": 0.5, "test": 0.9} for epoch in range(1, epochs + 1)
@@ -54,9 +53,9 @@ def test_memory_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.importorskip(module)
     done: list[str] = []
 
-    def run(setup: Any, *rest: Any) -> Stage:
-        done.append(setup.name)
-        return made_up(setup.name, [200 << 20, 180 << 20], setup.epochs)
+    def run(name: Path, graph: Any, epochs: int, *rest: Any) -> Stage:
+        done.append(name.name)
+        return made_up([200 << 20, 180 << 20], epochs)
 
     monkeypatch.setattr(stages, "_run_stage", run)
     text = passed("demo", "--output", tmp_path / "out", "--nodes", 500, "--ranks", 2)
@@ -64,7 +63,6 @@ def test_memory_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "a rank needs 200.0 MiB where plain PyG needs 4.00 GiB, 20.5 times as much" in text
     assert text.index("a rank needs") < text.index("Fixed cost: ") < text.index("demo.png")
     assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
-    assert json.loads((tmp_path / "out" / "demo.json").read_text())["powerlaw"]["nodes"] == 500
 
 
 @pytest.mark.long
@@ -74,8 +72,6 @@ def test_the_demo(tmp_path: Path) -> None:
         pytest.importorskip(module)
     run = launched("none", 1, "demo", "--output", tmp_path, "--nodes", 3000, "--ranks", 2, timeout=900)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.count(": done in") == 4 and "Losses: the largest gap is" in run.stdout
-    found = json.loads((tmp_path / "demo.json").read_text())["stages"]
-    for stage in found.values():
-        losses = [[r["loss"] for r in stage[side] if r["event"] == "epoch"] for side in ("plain", "sharded")]
-        assert losses[0] == pytest.approx(losses[1], rel=0.02)
+    assert run.stdout.count(": done in") == 4
+    gaps = re.search(r"Losses: the largest gap is (\S+)\.(?s:.*)ranks differ by (\S+) at most", run.stdout)
+    assert gaps is not None and max(map(float, gaps.groups())) < 0.02

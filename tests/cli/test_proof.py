@@ -20,6 +20,7 @@ def assert_told(text: str, ranks: int) -> None:
     assert f"the slowest of all {ranks * (ranks - 1)} pairs" in text and re.search(r"median.*iB/s.* us", text)
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_alone_and_on_threads() -> None:
     text = passed("test")
     assert "1 rank on 1 host (Local)" in text and "mpirun -n 4 shardpass test" in text and "pairs" not in text

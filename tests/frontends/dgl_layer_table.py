@@ -23,7 +23,7 @@ from . import test_dgl_hetero as hetero
 from . import test_dgl_modules as modules
 from .dgl_cases import CONVS, FLOAT32, graph_of
 from .dgl_parity import BOUND, caller
-from .how_much import largest_error, relative
+from .how_much import largest_error
 from .layer_lists import lists_of_layers, rows_by_reason
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "dgl-layers.md"
@@ -66,7 +66,7 @@ def errors(ranks: list[int]) -> list[tuple[str, str, float]]:
         kind = name.split()[0]
         bound = 1e-5 if kind in FLOAT32 else BOUND
         error = largest_error(
-            (case[0], caller(case[1], graph.num_nodes)), graph, sp.dgl.wrap, ranks, 512, errors=relative
+            (case[0], caller(case[1], graph.num_nodes)), graph, sp.dgl.wrap, ranks, 512, relative=True
         )
         if not error <= bound:
             raise SystemExit(f"{name} is not exact: {error:.1e}")

@@ -14,7 +14,6 @@ from torch import nn
 
 import shardpass as sp
 from shardpass.testing import (
-    Outcome,
     WholeGraph,
     WholeHeteroGraph,
     assert_exact,
@@ -133,14 +132,14 @@ def largest_error(
     ranks: Iterable[int],
     chunk_bytes: int,
     modes: tuple[str, ...] = MODES,
-    errors: Callable[[Outcome, Outcome], Mapping[str, float]] = differences,
+    relative: bool = False,
 ) -> float:
-    """The largest of `errors` between a case on the whole graph and on some ranks.
+    """The largest error between a case on the whole graph and on some ranks.
 
     Args:
         case: how to make and how to call the model.
         ranks: numbers of ranks.
-        errors: the error of every tensor of the second outcome against the first.
+        relative: as in `shardpass.testing.differences`.
     """
     make, call = case
     torch.manual_seed(0)
@@ -151,11 +150,5 @@ def largest_error(
             for mode in modes:
                 options = sp.Options(mode=mode, chunk_bytes=chunk_bytes)
                 found = evaluate_sharded(model, graph, call, owners, count, wrap, options, whole)
-                worst = max(worst, *errors(whole, found).values())
+                worst = max(worst, *differences(whole, found, relative).values())
     return worst
-
-
-def relative(whole: Outcome, sharded: Outcome) -> dict[str, float]:
-    """The largest error of every tensor, relative to its largest entry where that is above 1."""
-    sizes = {name: float(t.abs().max()) if t.numel() else 1.0 for name, t in whole.tensors().items()}
-    return {name: error / max(1.0, sizes[name]) for name, error in differences(whole, sharded).items()}

@@ -43,8 +43,7 @@ def main(path: str, hidden: int, heads: int, epochs: int, lr: float) -> None:
             model.eval()
             with torch.no_grad():
                 right = model(x, edge_index).argmax(1) == y
-            for split in ("train", "val", "test"):
-                record[split] = right[graph[f"{split}_mask"]].double().mean().item()
+            record["test"] = right[graph["test_mask"]].double().mean().item()
         print(json.dumps(record), flush=True)
     print(json.dumps({**record, "event": "summary", "peak_bytes": [meter.peak()]}), flush=True)
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 import shlex
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
 import numpy as np
-import torch
 from rich.console import Console
 
 from shardpass.cli.console import output
@@ -25,24 +21,11 @@ from shardpass.core.ranks import bytes_text
 from shardpass.data import partition
 from shardpass.errors import MissingDependencyError, require
 
-
-@dataclass(frozen=True)
-class Setup:
-    """What a stage trains: the same GAT in both programs."""
-
-    name: str
-    hidden: int
-    heads: int
-    epochs: int
-    lr: float
-
-
-_POWERLAW = Setup("powerlaw", 64, 8, 3, 0.01)
-_DIGITS = Setup("digits", 64, 8, 30, 0.02)
+_HIDDEN, _HEADS = "64", "8"  # of the GAT that both programs of both stages train
 
 
 def run_demo(folder: Path, ranks: int, num_nodes: int) -> None:
-    """Run both stages, print what they show, write ``demo.json`` and ``demo.png`` into `folder`."""
+    """Run both stages, print what they show, and draw it into ``demo.png`` in `folder`."""
     for module in ("torch_geometric", "sklearn", "matplotlib", "kaminpar"):
         require(module, "all", "shardpass demo")
     console, start = output(), perf_counter()
@@ -54,7 +37,7 @@ def run_demo(folder: Path, ranks: int, num_nodes: int) -> None:
     )
     graph = powerlaw(num_nodes)
     num_edges = int(graph["edge_index"].shape[1])
-    large = _run_stage(_POWERLAW, graph, folder, ranks, launcher, console)
+    large = _run_stage(folder / "powerlaw", graph, 3, 0.01, ranks, launcher, console)
     (plain,), peaks = large.plain.peaks, large.sharded.peaks
     console.print(
         large.table(has_learnt=False),
@@ -65,7 +48,7 @@ def run_demo(folder: Path, ranks: int, num_nodes: int) -> None:
         f"{os.cpu_count()} cores. Losses: the largest gap is {large.gap:.0e}.",
     )
     console.print("[bold]2 of 2, the same result[/bold]: 1,797 handwritten digits, each with its 10 nearest neighbours")
-    small = _run_stage(_DIGITS, digits(), folder, ranks, launcher, console)
+    small = _run_stage(folder / "digits", digits(), 30, 0.02, ranks, launcher, console)
     console.print(
         small.table(has_learnt=True),
         f"Results: losses of one process and of {ranks} ranks differ by {small.gap:.0e} at most, in float32.\n"
@@ -73,8 +56,7 @@ def run_demo(folder: Path, ranks: int, num_nodes: int) -> None:
         f"buffers, which do not grow with the graph. So a graph as tiny as this one gains nothing from ranks.",
     )
     draw(large, small, f"{num_nodes:,} nodes, {num_edges / 1e6:.1f} M edges", folder / "demo.png")
-    _write({"powerlaw": large, "digits": small}, num_nodes, num_edges, ranks, folder / "demo.json")
-    console.print(f"Files: {folder}/demo.png (a chart), demo.json (all numbers), *-parts (the graphs).")
+    console.print(f"Files: {folder}/demo.png (a chart), *-parts (the graphs).")
     console.print(f"The whole demo took {perf_counter() - start:.0f} s. Next:")
     command, store = typed_command(), shlex.quote(str(folder / "digits-parts"))
     console.print(f"  {command} train {store} --model gat --ranks {min(2, ranks)}", markup=False, soft_wrap=True)
@@ -96,37 +78,21 @@ def choose_launcher(console: Console) -> str:
     return "torchrun"
 
 
-def _run_stage(setup: Setup, graph: Arrays, folder: Path, ranks: int, launcher: str, console: Console) -> Stage:
-    file, store = folder / f"{setup.name}.npz", folder / f"{setup.name}-parts"
+def _run_stage(name: Path, graph: Arrays, epochs: int, lr: float, ranks: int, launcher: str, console: Console) -> Stage:
+    file, store = name.with_suffix(".npz"), name.with_name(f"{name.name}-parts")
     np.savez(file, **graph)
     console.print(f"  cutting the graph into {ranks} parts with KaMinPar")
     partition(graph, store, ranks, overwrite=store.exists())
-    words = [str(word) for word in (setup.hidden, setup.heads, setup.epochs, setup.lr)]
     env = {**os.environ, **exact_allocator(), "OMP_NUM_THREADS": str(min(4, os.cpu_count() or 1))}
-    title, script = "plain PyG, one process", Path(__file__).with_name("plain_pyg.py")
-    plain = follow([sys.executable, str(script), str(file), *words], env, title, setup.epochs, console)
+    script = [sys.executable, str(Path(__file__).with_name("plain_pyg.py")), str(file)]
+    plain = follow([*script, _HIDDEN, _HEADS, str(epochs), str(lr)], env, "plain PyG, one process", epochs, console)
     command = launch_command(launcher, ranks, "shardpass.cli")
     assert command is not None
-    arguments = [
-        "train", str(store), "--model", "gat", "--hidden", words[0], "--heads", words[1], "--epochs", words[2],
-        "--lr", words[3], "--eval-every", words[2], "--log-file", "-",
+    command += [
+        "train", str(store), "--model", "gat", "--hidden", _HIDDEN, "--heads", _HEADS, "--epochs", str(epochs),
+        "--lr", str(lr), "--eval-every", str(epochs), "--log-file", "-",
     ]  # fmt: skip
     env = {**launcher_environment(), **exact_allocator()}
-    title = f"shardpass, {ranks} ranks ({launcher})"
-    sharded = follow([*command, *arguments], env, title, setup.epochs, console)
+    sharded = follow(command, env, f"shardpass, {ranks} ranks ({launcher})", epochs, console)
     file.unlink()
     return Stage(Program(plain), Program(sharded), launcher)
-
-
-def _write(stages: dict[str, Stage], num_nodes: int, num_edges: int, ranks: int, path: Path) -> None:
-    """Write all numbers as JSON."""
-    import torch_geometric
-
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "pyg": torch_geometric.__version__}
-    found = {
-        name: {"launcher": stage.launcher, "plain": stage.plain.records, "sharded": stage.sharded.records}
-        for name, stage in stages.items()
-    }
-    size = {"nodes": num_nodes, "edges": num_edges}
-    numbers = {"versions": versions, "cores": os.cpu_count(), "ranks": ranks, "powerlaw": size, "stages": found}
-    path.write_text(json.dumps(numbers, indent=1) + "\n")

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardpass as sp
 from shardpass.cli.graphs import powerlaw
-from shardpass.core.graphs import ShardedGraph
 from shardpass.core.ranks import MODES, Options, Ranks
 from shardpass.errors import MissingDependencyError, require
-from shardpass.testing import WholeGraph, assignments, shard_in_memory
+from shardpass.testing import Outcome, WholeGraph, assignments, differences, evaluate_whole
+from shardpass.testing.parity import evaluate_rank
 
 BOUND = 1e-9
 
@@ -31,7 +28,7 @@ class Exactness:
 
 
 def compare(comm: Ranks) -> Exactness | None:
-    """The largest difference in outputs, loss and gradients of inputs and parameters; the same on every rank.
+    """The largest difference in outputs and in gradients of inputs and parameters; the same on every rank.
 
     `None` if neither PyG nor DGL is installed on some rank. Collective.
     """
@@ -41,10 +38,18 @@ def compare(comm: Ranks) -> Exactness | None:
     graph = _graph(comm.size)
     with sp.seed(0, comm):
         model = _model(library)
-    expected = _whole(library, copy.deepcopy(model), graph)
+    call, wrap = (_call_pyg, sp.pyg.wrap) if library == "pyg" else (_call_dgl, sp.dgl.wrap)
+    whole = evaluate_whole(model, graph, call)
     owners = assignments(graph.num_nodes, comm.size, graph.edge_index)["random"]
-    parts = [shard_in_memory(graph, owners, comm, Options(mode=mode)) for mode in MODES]
-    errors = [_error(comm, library, model, part, expected) for part in parts]
+    errors = []
+    for mode in MODES:
+        mine, rows, inputs = evaluate_rank(comm, model, graph, call, owners, wrap, Options(mode=mode), whole)
+        expected = Outcome(
+            whole.output[rows[""]],  # type: ignore[index]
+            {name: whole.inputs[name][of_input] for name, of_input in inputs.items()},
+            whole.parameters,
+        )
+        errors.append(max(differences(expected, mine, relative=True).values()))
     largest = comm.all_reduce(torch.tensor(errors, dtype=torch.float64), "max", "test: errors").tolist()
     text = f"{graph.num_nodes:,} nodes and {graph.edge_index.size(1):,} edges"
     return Exactness(f"GAT of {'PyG' if library == 'pyg' else 'DGL'}", text, dict(zip(MODES, largest)))
@@ -79,45 +84,15 @@ def _model(library: str) -> nn.Module:
     return model
 
 
-def _trained(
-    library: str, model: nn.Module, x: Tensor, edges: Any, loss_of: Callable[[Tensor], Tensor]
-) -> dict[str, Tensor]:
-    """The output, the loss and the gradients of one step."""
-    x = x.detach().clone().requires_grad_()
-    out: Tensor = model(x, edges) if library == "pyg" else model(edges, x).flatten(1)
-    loss = loss_of(out)
-    loss.backward()
-    gradients = {"x": x.grad, **{name: parameter.grad for name, parameter in model.named_parameters()}}
-    found = {name: gradient for name, gradient in gradients.items() if gradient is not None}
-    return {"output": out.detach(), "loss": loss.detach(), **found}
+def _call_pyg(model: nn.Module, fields: dict[str, Tensor], edges: Any) -> Tensor:
+    out: Tensor = model(fields["x"], edges)
+    return out
 
 
-def _whole(library: str, model: nn.Module, graph: WholeGraph) -> dict[str, Tensor]:
-    edges, mask = graph.edge_index, graph.node["train_mask"]
-    if library == "dgl":
+def _call_dgl(model: nn.Module, fields: dict[str, Tensor], edges: Any) -> Tensor:
+    if isinstance(edges, Tensor):
         import dgl
 
-        edges = dgl.graph(tuple(edges), num_nodes=graph.num_nodes)
-    y = graph.node["y"][mask]
-    return _trained(library, model, graph.node["x"], edges, lambda out: F.cross_entropy(out[mask], y))
-
-
-def _error(comm: Ranks, library: str, model: nn.Module, graph: ShardedGraph, expected: dict[str, Tensor]) -> float:
-    """The largest error of this rank; infinite for a NaN. Collective."""
-    model = (sp.pyg if library == "pyg" else sp.dgl).wrap(copy.deepcopy(model), comm)
-    y, mask = graph.y, graph.train_mask
-    found = _trained(library, model, graph.x, graph, lambda out: sp.cross_entropy(out, y, mask, comm))
-    rows = graph.node_ids
-    return max(
-        _difference(found.get(name), value[rows] if name in ("output", "x") else value)
-        for name, value in expected.items()
-    )
-
-
-def _difference(found: Tensor | None, expected: Tensor) -> float:
-    if not expected.numel():
-        return 0.0
-    if found is None or found.shape != expected.shape:
-        return float("inf")
-    error = float((found - expected).abs().max()) / max(1.0, float(expected.abs().max()))
-    return error if error == error else float("inf")
+        edges = dgl.graph(tuple(edges), num_nodes=len(fields["x"]))
+    out: Tensor = model(edges, fields["x"])
+    return out.flatten(1)

@@ -28,8 +28,8 @@ def _cgroup_limits(root: Path) -> Iterator[tuple[int, str]]:
         base = root / "sys/fs/cgroup" / ("memory" if controllers else "")
         name = "memory.limit_in_bytes" if controllers else "memory.max"
         group = Path(path.strip("/"))
-        for folder in dict.fromkeys([base / group, *(base / parent for parent in group.parents), base]):
-            text = _text(folder / name).strip()
+        for folder in (group, *group.parents):
+            text = _text(base / folder / name).strip()
             if text.isdigit() and int(text) < _UNLIMITED:
                 yield int(text), "cgroup"
 

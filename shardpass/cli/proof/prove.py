@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import socket
 from dataclasses import asdict, dataclass
-from functools import reduce
-from operator import or_
 from time import perf_counter, sleep
 
 import torch
@@ -27,7 +25,7 @@ class Place:
 
     Attributes:
         machine: the running kernel, which tells hosts apart whatever their names.
-        cores: those that the rank may use, a bit for each, in hexadecimal.
+        cores: those that the rank may use.
         memory, bound_by: the fewest bytes that bound the process, and what sets them.
     """
 
@@ -35,7 +33,7 @@ class Place:
     machine: str
     device: str
     gpus: int
-    cores: str
+    cores: list[int]
     threads: int
     memory: int
     bound_by: str
@@ -46,7 +44,7 @@ class Place:
         """That of the rank `comm`."""
         gpus, threads = torch.cuda.device_count() if torch.cuda.is_available() else 0, torch.get_num_threads()
         versions = f"shardpass {sp.__version__}, torch {torch.__version__}"
-        cores, memory = hex(sum(1 << core for core in usable_cores())), memory_limit()
+        cores, memory = sorted(usable_cores()), memory_limit()
         return cls(socket.gethostname(), machine(), str(comm.device), gpus, cores, threads, *memory, versions)
 
 
@@ -87,7 +85,7 @@ def prove_rank(comm: Ranks, config: None = None) -> Proof:
     if exact is not None:
         worst = max(exact.errors.values())
         console.print(
-            f"exactness: {exact.model} on {exact.graph}, in float64: output, loss and gradients differ from those of "
+            f"exactness: {exact.model} on {exact.graph}, in float64: output and gradients differ from those of "
             f"one process by {worst:.0e} at most, in the modes {', '.join(exact.errors)}"
         )
     for note in _notes(places, links, exact, shared):
@@ -111,7 +109,7 @@ def _ranks_table(places: list[Place]) -> Table:
     for rank, place in enumerate(places):
         device = place.device + (f" ({_count(place.gpus, 'GPU')} here)" if place.gpus else "")
         memory = bytes_text(place.memory) if place.memory else "unknown"
-        cells = (place.host, device, str(int(place.cores, 16).bit_count()), str(place.threads), memory, place.bound_by)
+        cells = (place.host, device, str(len(place.cores)), str(place.threads), memory, place.bound_by)
         groups.setdefault(cells, []).append(rank)
     for group, ranks in groups.items():
         table.add_row(_ranges(ranks), *group)
@@ -167,7 +165,7 @@ def _notes(places: list[Place], links: list[Link], exact: Exactness | None, shar
     for place in places:
         hosts.setdefault(place.machine, []).append(place)
     for here in hosts.values():
-        cores = reduce(or_, (int(place.cores, 16) for place in here)).bit_count()
+        cores = len({core for place in here for core in place.cores})
         if len(here) > cores:
             notes.append(f"{here[0].host} runs {len(here)} ranks on {_count(cores, 'core')}, so they take turns")
     return notes

@@ -26,27 +26,17 @@ class DryCommunicator:
 
     Args:
         size: number of ranks to pretend.
-        device: of the tensors.
         notify: called with the label of each message and collective, before it.
         per_host: how many of the ranks share this one's host and its memory.
     """
 
-    def __init__(
-        self,
-        size: int,
-        device: torch.device | str = "cpu",
-        notify: Callable[[str], None] | None = None,
-        per_host: int = 1,
-    ) -> None:
-        self.rank, self.size, self.device = 0, size, torch.device(device)
+    def __init__(self, size: int, notify: Callable[[str], None] = lambda label: None, per_host: int = 1) -> None:
+        self.rank, self.size, self.device = 0, size, torch.device("cpu")
         self.local_ranks: tuple[int, ...] = tuple(range(min(per_host, size)))
         self.bytes_sent = self.collectives = 0
         self.shares_memory = len(self.local_ranks) > 1
         self.serves_threads = False
-        self._notify = notify or (lambda label: None)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DryCommunicator:
-        return self
+        self._notify = notify
 
     def exchange(
         self, send: Tensor | None, to: int, recv: Tensor | None, source: int, tag: int, label: str = ""
@@ -102,7 +92,7 @@ class DryCommunicator:
 
     def duplicate(self, name: str) -> Communicator:
         """Another dry communicator like this one."""
-        return DryCommunicator(self.size, self.device, self._notify, len(self.local_ranks))
+        return DryCommunicator(self.size, self._notify, len(self.local_ranks))
 
     def share(self, num_bytes: int, label: str = "") -> dict[int, Tensor] | None:
         """This rank's memory, for every rank of the host."""

@@ -1,13 +1,12 @@
-"""`Estimate`: what one rank needs in one mode, by term; and which of several estimates to take."""
+"""`Estimate`: what one rank needs in one mode, by term."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from shardpass.core.dryrun.rank import RankSizes
 from shardpass.core.dryrun.trial import TERMS, Measured, Training, dry_run, extrapolate
-from shardpass.core.ranks import MODES, Mode, Options
+from shardpass.core.ranks import Mode, Options
 
 PROCESS_BYTES, COMPILED_BYTES, FIRST_BYTES = 14 << 20, 70 << 20, 22 << 20
 """What a training process needs outside torch's tensors, measured on a graph of 400 nodes.
@@ -88,9 +87,3 @@ def estimate(training: Training, sizes: RankSizes, mode: Mode, options: Options)
     scales = (0.5 / largest, 1 / largest)
     small, large = (dry_run(training, sizes.scaled(scale), options) for scale in scales)
     return Estimate.of(extrapolate(small, large, scales), sizes.ranks, mode)
-
-
-def fastest(estimates: Iterable[Estimate], budget: int | None) -> Estimate | None:
-    """The estimate with the least `seconds` of those within `budget`, and of equals the smallest; `None` if none is."""
-    fitting = [estimate for estimate in estimates if budget is None or estimate.peak <= budget]
-    return min(fitting, key=lambda e: (e.seconds, e.peak, MODES.index(e.mode)), default=None)

@@ -34,21 +34,13 @@ class Storage:
     died: int | None = None
 
 
-@dataclass(frozen=True)
-class Phase:
-    """A stretch of a run: `label` and the number of its first event."""
-
-    label: str
-    first: int
-
-
 class MemoryTracker(torch_private.TorchDispatchMode):
     """While it is on, it logs storages in `storages` and `events`, cut into `phases`.
 
     Attributes:
         storages: in order of birth.
         events: ``+k + 1`` for the birth of storage k, ``-k - 1`` for its death.
-        phases: in order of time.
+        phases: in order of time, each with its label and the number of its first event.
         runs_compiled_loops: whether loops compiled by numba have run.
     """
 
@@ -56,7 +48,7 @@ class MemoryTracker(torch_private.TorchDispatchMode):
         super().__init__()
         self.storages: list[Storage] = []
         self.events: list[int] = []
-        self.phases: list[Phase] = [Phase("", 0)]
+        self.phases: list[tuple[str, int]] = [("", 0)]
         self.runs_compiled_loops = False
         self._makes_message_buffer = False
         self._known: dict[int, int] = {}
@@ -77,7 +69,7 @@ class MemoryTracker(torch_private.TorchDispatchMode):
 
     def phase(self, label: str) -> None:
         """A new phase begins."""
-        self.phases.append(Phase(label, len(self.events)))
+        self.phases.append((label, len(self.events)))
 
     def number(self, tensor: Tensor) -> int:
         """The number of the storage of `tensor`, or -1 if it has none. A storage not seen before counts as made now."""

@@ -26,7 +26,7 @@ from shardpass.core.ranks import Options, Ranks
 from shardpass.core.training import sync_gradients
 
 TERMS = ("store", "features", "parameters", "gradients", "optimizer", "activations", "halo", "temporaries")
-_OF_PARAMETERS = ("parameters", "gradients", "optimizer")
+_OF_PARAMETERS = ("parameters", "gradients", "optimizer")  # which do not grow with the rank
 EPOCHS = 2  # sums of constant inputs are kept from the second on
 
 Bytes = dict[str, float]
@@ -136,18 +136,18 @@ def _replay(tracker: MemoryTracker, kinds: dict[int, str], first: int) -> tuple[
     now = dict.fromkeys(TERMS, 0.0)
     phases: list[tuple[str, Bytes]] = []
     total = loading = 0.0
-    ends = [phase.first for phase in tracker.phases[1:]] + [len(tracker.events)]
-    for phase, end in zip(tracker.phases, ends):
+    ends = [start for _, start in tracker.phases[1:]] + [len(tracker.events)]
+    for (label, start), end in zip(tracker.phases, ends):
         top, at_top = total, dict(now)
-        for event in tracker.events[phase.first : end]:
+        for event in tracker.events[start:end]:
             number = abs(event) - 1
             change = tracker.storages[number].num_bytes * (1 if event > 0 else -1)
             now[kinds[number]] += change
             total += change
             if total > top:
                 top, at_top = total, dict(now)
-        if phase.first >= first:
-            phases.append((phase.label, at_top))
+        if start >= first:
+            phases.append((label, at_top))
         else:
             loading = max(loading, top)
     return phases, loading
@@ -162,7 +162,9 @@ def extrapolate(small: Measured, large: Measured, scales: tuple[float, float]) -
     before = _numbered(small.phases)
     phases = []
     for (label, count), high in _numbered(large.phases).items():
-        low = before.get((label, count)) or _in_proportion(high, scales[0] / scales[1])
+        low = before.get((label, count)) or {
+            term: high[term] * (1 if term in _OF_PARAMETERS else scales[0] / scales[1]) for term in TERMS
+        }
         phases.append((label, {term: line(low[term], high[term]) for term in TERMS}))
     numbers = {name: line(getattr(small, name), getattr(large, name)) for name in ("loaded", "loading", "sent", "made")}
     return Measured(phases, **numbers, compiled=large.compiled)
@@ -176,8 +178,3 @@ def _numbered(phases: list[tuple[str, Bytes]]) -> dict[tuple[str, int], Bytes]:
         found[label, counts[label]] = terms
         counts[label] += 1
     return found
-
-
-def _in_proportion(terms: Bytes, factor: float) -> Bytes:
-    """`terms` of a rank `factor` times as large, with all but the terms of parameters in proportion."""
-    return {term: count if term in _OF_PARAMETERS else count * factor for term, count in terms.items()}
