@@ -136,13 +136,13 @@ def _owner(raw: RawGraph, kind: NodeType, parts: Any, by: By, size: int) -> Tens
     """The rank of each node of a type, checked."""
     if by not in get_args(By):
         raise ValueError(f"shard(by={by!r}): expected one of {get_args(By)}")
+    if isinstance(parts, Mapping) and (unknown := parts.keys() - raw.num_nodes.keys()):
+        raise ValueError(f"shard(parts=) has {sorted(unknown)}, which are no node types of this graph")
+    if parts is not None and not isinstance(parts, Mapping) and len(raw.num_nodes) > 1:
+        raise ValueError(f"shard(parts=): expected a dict, with the ranks of the nodes of {[*raw.num_nodes]}")
     given, count = parts.get(kind) if isinstance(parts, Mapping) else parts, raw.num_nodes[kind]
     if given is None:
         return None if by == "range" or size == 1 else bisected(_positions(raw, kind), size)
-    if isinstance(parts, Mapping) and (unknown := parts.keys() - raw.num_nodes.keys()):
-        raise ValueError(f"shard(parts=) has {sorted(unknown)}, which are no node types of this graph")
-    if not isinstance(parts, Mapping) and len(raw.num_nodes) > 1:
-        raise ValueError(f"shard(parts=): expected a dict, with the ranks of the nodes of {[*raw.num_nodes]}")
     owner = torch.as_tensor(given).cpu()
     what = f"shard(parts=): the ranks of {kind!r} nodes"
     if owner.dtype is torch.bool or owner.is_floating_point() or owner.is_complex():
