@@ -26,7 +26,7 @@ from shardpass.testing import (
 
 from .dgl_cases import ZERO
 from .dgl_parity import BOUND, assert_dgl_exact, float64  # noqa: F401
-from .how_much import EACH_MODE_ONCE, assert_exact_in, in_turn
+from .how_much import assert_exact_in, in_turn
 
 _MADE = awkward_hetero_graph(channels=5, edge_channels=3)
 
@@ -243,9 +243,8 @@ CASES = {
 
 
 SOME_CASES = (
-    "GraphConv sum", "GraphConv min", "SAGEConv stack", "SAGEConv weighted", "GATConv", "mixed", "own aggregate",
-    "multi_update_all sum", "multi_update_all max", "multi_update_all stack", "multi_update_all of minima",
-    "multi_update_all own", "apply functions by type min", "apply functions by type stack", "extrema without edges",
+    "GraphConv min", "SAGEConv weighted", "GATConv", "mixed", "own aggregate", "multi_update_all stack",
+    "multi_update_all of minima", "multi_update_all own", "apply functions by type min", "extrema without edges",
     "functions of users", "one type", "apply_edges over all types", "update_all over all types",
     "update_all over all types, extrema", "HeteroLinear HeteroEmbedding",
 )  # fmt: skip
@@ -284,15 +283,17 @@ FLAT = {
 }
 
 
-@pytest.mark.parametrize("presorted", [False, True])
-@pytest.mark.parametrize("name", FLAT)
-def test_typed_layers_on_the_graph_turned_homogeneous(name, presorted):
+@pytest.mark.parametrize(("name", "presorted", "modes"), [
+    ("RelGraphConv", False, ((), ("halo",))), ("RelGraphConv", True, (("keep",),)),
+    ("HGTConv", False, ((), (), ("keep",))), ("HGTConv", True, ((), ("sar",))),
+])  # fmt: skip
+def test_typed_layers_on_the_graph_turned_homogeneous(name, presorted, modes):
     make, names = FLAT[name]
 
     def call(m, g, i):
         return m(g, i["x"], *(i[field] for field in names), presorted=presorted)
 
-    assert_dgl_exact((make, call), homogeneous(), modes=EACH_MODE_ONCE)
+    assert_dgl_exact((make, call), homogeneous(), modes=modes)
 
 
 class TwoHetero(nn.Module):
@@ -342,7 +343,9 @@ def test_typed_blocks_give_what_dgls_give(ranks):
         grads = {kind: torch.zeros_like(rows) if rows.grad is None else rows.grad for kind, rows in own.items()}
         return found, ids, grads, [p.grad if p.grad is not None else p.detach() * 0 for p in wrapped.parameters()]
 
-    for owners in hetero_assignments(GRAPH, ranks).values():
+    for where, owners in hetero_assignments(GRAPH, ranks).items():
+        if ranks == 3 and where != "types apart":
+            continue
         results = run(work, ranks, args=(owners,))
         for kind, rows in out.items():
             expected = torch.zeros_like(weights[kind])

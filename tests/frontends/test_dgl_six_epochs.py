@@ -32,7 +32,7 @@ CASES = {**CONVS, **{name: readout_case(name) for name in READOUTS}}
 BOUND = {"PNAConv evaluated": 1e-7}
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("name", some_by_default(CASES, *QUICK))
 def test_six_epochs_are_those_of_the_plain_layer(name, ranks):
     (make, call), whole = CASES[name], graph_of(name)
@@ -59,7 +59,7 @@ def test_six_epochs_are_those_of_the_plain_layer(name, ranks):
 TYPED = [name for name, (make, _) in hetero.CASES.items() if isinstance(make(), dnn.HeteroGraphConv)]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("name", some_by_default(TYPED, "SAGEConv stack"))
 def test_six_epochs_are_those_of_the_plain_layer_of_several_types(name, ranks):
     (make, call), whole = hetero.CASES[name], hetero.graph_of(name)

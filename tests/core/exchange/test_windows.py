@@ -66,8 +66,13 @@ def walks(comm, plan, calls, slow=None):
     return found
 
 
-@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def in_turn(first):
+    """Each of `OPTIONS` with one of `HOSTS`, beginning with the host of the number `first`."""
+    hosts = [*HOSTS.values()]
+    return [pytest.param(options, hosts[(i + first) % 3], id=str(options)) for i, options in enumerate(OPTIONS)]
+
+
+@pytest.mark.parametrize(("options", "hosts"), in_turn(0))
 @pytest.mark.ranks(4)
 def test_the_numbers_of_messages_to_the_bit(comm, options, hosts):
     by_message = walks(comm, plan_of(comm, **options), (1, 2, 3))
@@ -78,8 +83,7 @@ def test_the_numbers_of_messages_to_the_bit(comm, options, hosts):
     assert all(torch.equal(a, b) for a, b in zip(by_message, shared, strict=True))
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
+@pytest.mark.parametrize(("options", "hosts"), [*in_turn(0), *in_turn(2)])
 def test_rows_may_be_used_where_they_lie(hosts, options):
     """With `placed`, rows of the same host are a table and places in it, but where they are kept or converted."""
 
@@ -148,8 +152,7 @@ def test_tokens_instead_of_rows(comm):
     assert sum(label == f"back, rank {comm.rank} has read" for label in returned) == peers
 
 
-@pytest.mark.parametrize("hosts", [*HOSTS.values(), (0, 1, 2, 3)], ids=[*HOSTS, "four hosts"])
-@pytest.mark.parametrize("block_rows", [None, 2])
+@pytest.mark.parametrize(("hosts", "block_rows"), zip([*HOSTS.values(), (0, 1, 2, 3)], [None, 2, None, 2]))
 def test_which_rows_are_shared(hosts, block_rows):
     """Those that ranks of the same host need, and no others."""
 
