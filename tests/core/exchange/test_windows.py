@@ -4,17 +4,16 @@ from time import sleep
 
 import pytest
 import torch
+from four_ranks import IDS, SOURCES, plan_of, return_all
 
 from shardpass.backends import RecordingCommunicator
-from shardpass.core.exchange import GradientReturn, WalkId, WindowPool, build_halo_plan, fetch_blocks
+from shardpass.core.exchange import GradientReturn, WalkId, WindowPool, fetch_blocks
 from shardpass.core.exchange.windows import take_window
-from shardpass.core.ranks import Options, Ranks
-from shardpass.core.sharding import Ownership, PlacedRows
+from shardpass.core.ranks import Ranks
+from shardpass.core.sharding import PlacedRows
 from shardpass.errors import CommunicationError, DivergenceError
 from shardpass.testing import run
 
-SOURCES = Ownership.from_counts([5, 0, 7, 3])
-IDS = [[0, 6, 11, 14, 6], [1, 4, 5, 12, 13, 2, 3], [], [0, 7, 8, 9, 10]]  # what each rank needs
 HOSTS = {"one host": (0, 0, 0, 0), "two hosts": (0, 1, 0, 1), "three hosts": (0, 1, 1, 2)}
 
 OPTIONS = [
@@ -31,11 +30,6 @@ def sharing(comm, hosts=(0, 0, 0, 0)):
     comm.inner.shares_memory = True
     comm.inner.local_ranks = tuple(rank for rank in range(comm.size) if hosts[rank] == hosts[comm.rank])
     return comm
-
-
-def plan_of(comm, **options):
-    ids = torch.tensor(IDS[comm.rank], dtype=torch.int64)
-    return build_halo_plan(comm, SOURCES, ids, 2, Options(**options))[0]
 
 
 def rows_of(comm, call):
@@ -138,11 +132,7 @@ def test_tokens_instead_of_rows(comm):
     del comm.inner.messages[:]
     peers = sum(len(rows) > 0 for rows in plan.send_rows)
     owners = sum(block.num_rows > 0 for block in plan.blocks[1:])
-    back = GradientReturn(plan, [torch.zeros(SOURCES.num_own(comm.rank), 100)], WalkId(2, 0, "back"))
-    for position in range(1, len(plan.blocks)):
-        back.buffers(position)
-        back.send(position)
-    back.finish()
+    return_all(plan, [torch.zeros(SOURCES.num_own(comm.rank), 100)], WalkId(2, 0, "back"))
     awaited = [m.peer for m in comm.inner.messages if m.kind == "recv" and m.label.endswith("has read")]
     assert sorted(awaited) == sorted(block.owner for block in plan.blocks[1:] if block.num_rows)
     sent = [m for m in comm.inner.messages if m.kind == "send"]
