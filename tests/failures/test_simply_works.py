@@ -197,8 +197,7 @@ def test_a_slow_rank_is_waited_for(store, seconds):
     assert train(store, fault(lambda turn: time.sleep(seconds))).results == train(store).results
 
 
-@pytest.mark.parametrize("model", ["GCN", "GAT"])
-@pytest.mark.parametrize("where", ["one rank", "all ranks"])
+@pytest.mark.parametrize(("model", "where"), [("GCN", "one rank"), ("GAT", "all ranks")])
 def test_nan_features_propagate(store, model, where):
     def step(turn: Turn):
         if turn.comm.rank == 1 or where == "all ranks":

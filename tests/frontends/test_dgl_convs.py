@@ -12,13 +12,14 @@ QUICK = (
     "GraphConv both", "GraphConv left", "GraphConv weighted", "GraphConv of WeightBasis", "SAGEConv gcn",
     "SAGEConv lstm", "SAGEConv mean weighted", "SAGEConv pool pair", "GATConv weighted", "EdgeGATConv",
     "EGATConv attention", "GINConv max", "GINConv max weighted", "GINConv with BatchNorm", "GINEConv",
-    "EdgeConv with BatchNorm", "EdgeConv evaluated", "NNConv max", "NNConv residual", "GMMConv max", "GMMConv residual",
-    "CFConv", "APPNPConv weighted", "SGConv weighted", "TAGConv", "GCN2Conv two weights", "GCN2Conv weighted",
-    "ChebConv", "ChebConv lambda_max list", "EdgeWeightNorm both", "TWIRLSUnfoldingAndAttention attention",
-    "TWIRLSUnfoldingAndAttention plain", "GatedGraphConv rare types", "RelGraphConv basis", "RelGraphConv bdd",
-    "RelGraphConv presorted", "HGTConv", "EGNNConv edges", "PNAConv", "PNAConv evaluated", "DGNConv", "AtomicConv",
-    "AtomicConv features", "LabelPropagation reset", "LabelPropagation multi-label", "JumpingKnowledge lstm",
-    "Sequential", "GroupRevRes edges", "EdgePredictor", "TransR",
+    "EdgeConv with BatchNorm", "EdgeConv evaluated", "NNConv max", "NNConv residual", "GMMConv max",
+    "GMMConv residual", "CFConv", "APPNPConv weighted", "SGConv weighted", "TAGConv", "GCN2Conv two weights",
+    "GCN2Conv weighted", "ChebConv", "ChebConv lambda_max list", "EdgeWeightNorm both",
+    "TWIRLSUnfoldingAndAttention attention", "TWIRLSUnfoldingAndAttention plain", "GatedGraphConv rare types",
+    "RelGraphConv basis", "RelGraphConv bdd", "RelGraphConv presorted", "HGTConv", "HGTConv presorted",
+    "EGNNConv edges", "PNAConv", "PNAConv evaluated", "DGNConv", "AtomicConv", "AtomicConv features",
+    "LabelPropagation reset", "LabelPropagation multi-label", "JumpingKnowledge lstm", "Sequential",
+    "GroupRevRes edges", "EdgePredictor", "TransR",
 )  # fmt: skip
 """Each class, and the options that take another way. Layers that are an attention: test_dgl_attention.py."""
 

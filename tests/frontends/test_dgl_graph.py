@@ -8,7 +8,6 @@ pytest.importorskip("dgl")
 import dgl
 import dgl.function as fn
 from dgl import DGLError
-from dgl.nn.functional import edge_softmax
 from torch import nn
 
 import shardpass as sp
@@ -139,17 +138,6 @@ def test_messages_that_dgl_refuses_are_refused():
         sharded(lambda g, comm: g.update_all(fn.copy_u("x", "m"), fn.sum("other", "out")))
     with pytest.raises(KeyError, match="nothing"):
         sharded(lambda g, comm: g.update_all(fn.copy_u("nothing", "m"), fn.sum("m", "out")))
-
-
-def test_edge_softmax_is_dgls_own():
-    def function(m, g, i):
-        g.ndata["x"] = m.lin(i["x"])
-        g.apply_edges(fn.u_dot_v("x", "x", "score"))
-        g.edata["a"] = edge_softmax(g, g.edata["score"] * i["edge_weight"].unsqueeze(1))
-        g.update_all(fn.u_mul_e("x", "a", "m"), fn.sum("m", "out"))
-        return torch.cat([g.ndata["out"], onto_nodes(g.edata["a"], g)], 1)
-
-    assert_dgl_exact(of(function))
 
 
 def test_extrema_give_the_whole_gradient_to_one_edge():

@@ -15,7 +15,6 @@ from torch import nn
 import shardpass as sp
 from shardpass.errors import RefusedError
 from shardpass.testing import (
-    WholeGraph,
     WholeHeteroGraph,
     awkward_hetero_graph,
     cotangent,
@@ -263,37 +262,6 @@ def test_several_types_equal_the_whole_graph(name, ranks, modes):
     make, call = CASES[name]
     torch.manual_seed(0)
     assert_exact_in(modes, make().double(), graph_of(name), call, sp.dgl.wrap, ranks, sp.Options(chunk_bytes=1000))
-
-
-def homogeneous():
-    """The typed graph as one of one type: node and edge types are fields, nodes and edges sorted by them."""
-    offsets, total = {}, 0
-    for kind, count in GRAPH.num_nodes.items():
-        offsets[kind], total = total, total + count
-    ends = [ends + torch.tensor([[offsets[kind[0]]], [offsets[kind[2]]]]) for kind, ends in GRAPH.edges.items()]
-    types = [torch.full((rows.size(1),), place) for place, rows in enumerate(ends)]
-    kinds = [torch.full((count,), place) for place, count in enumerate(GRAPH.num_nodes.values())]
-    x = torch.cat([fields["x"] for fields in GRAPH.node.values()])
-    return WholeGraph(total, torch.cat(ends, 1), {"x": x, "kind": torch.cat(kinds)}, {"type": torch.cat(types)})
-
-
-FLAT = {
-    "RelGraphConv": (lambda: dnn.RelGraphConv(5, 4, len(ETYPES), "basis", 2), ("type",)),
-    "HGTConv": (lambda: dnn.HGTConv(5, 2, 2, 3, len(ETYPES), dropout=0.0, use_norm=True), ("kind", "type")),
-}
-
-
-@pytest.mark.parametrize(("name", "presorted", "modes"), [
-    ("RelGraphConv", False, ((), ("halo",))), ("RelGraphConv", True, (("keep",),)),
-    ("HGTConv", False, ((), (), ("keep",))), ("HGTConv", True, ((), ("sar",))),
-])  # fmt: skip
-def test_typed_layers_on_the_graph_turned_homogeneous(name, presorted, modes):
-    make, names = FLAT[name]
-
-    def call(m, g, i):
-        return m(g, i["x"], *(i[field] for field in names), presorted=presorted)
-
-    assert_dgl_exact((make, call), homogeneous(), modes=modes)
 
 
 class TwoHetero(nn.Module):
