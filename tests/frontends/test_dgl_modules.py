@@ -24,7 +24,7 @@ from shardpass.testing import assignments, cotangent, run, shard_in_memory
 
 from .dgl_cases import CONVS, ZERO
 from .dgl_parity import GRAPH, assert_dgl_exact, float64  # noqa: F401
-from .how_much import EACH_MODE_ONCE
+from .how_much import in_turn
 from .on_ranks import on_ranks, share
 
 PARTS = {
@@ -88,9 +88,9 @@ def readout_case(name):
     return (lambda: Pooled(make())), pooled
 
 
-@pytest.mark.parametrize("name", READOUTS)
-def test_readouts_take_in_the_nodes_of_all_ranks(name):
-    assert_dgl_exact(readout_case(name), modes=EACH_MODE_ONCE)
+@pytest.mark.parametrize(("name", "ranks", "modes"), in_turn(READOUTS, later=(1, 4)))
+def test_readouts_take_in_the_nodes_of_all_ranks(name, ranks, modes):
+    assert_dgl_exact(readout_case(name), ranks=ranks, modes=modes)
 
 
 def test_readout_functions_have_dgls_names_and_arguments():

@@ -26,7 +26,7 @@ from .how_much import some_by_default
 from .six_epochs import trained
 from .test_dgl_modules import READOUTS, readout_case
 
-QUICK = ("GraphConv both", "SAGEConv mean", "GATConv", "EdgeGATConv", "RelGraphConv", "TAGConv weighted", "Set2Set")
+QUICK = ("SAGEConv mean", "GATConv", "RelGraphConv", "TAGConv weighted")
 CASES = {**CONVS, **{name: readout_case(name) for name in READOUTS}}
 # PNAConv has standard deviations, which amplify rounding: plain DGL with parameters 1e-15 apart differs by 6e-7.
 BOUND = {"PNAConv evaluated": 1e-7}
