@@ -55,16 +55,6 @@ cut = features(lambda x: torch.rand(len(x) - 1, x.size(1)))
 double = features(torch.Tensor.double)
 
 
-def on_all(change):
-    """A step before which every rank makes a change."""
-
-    def step(turn):
-        change(turn)
-        turn.step()
-
-    return step
-
-
 def boo(*_):
     raise ValueError("boo")
 
@@ -186,11 +176,6 @@ ALL_SAY = {
         fault(narrow),
         ("SGConv", "Rank 0: source 'x' float32 with [6] per row", "Rank 1: source 'x' float32 with [4] per row"),
         {"model": Layers(SGConv(FEATURES, CLASSES, K=2)), "mode": mode}) for mode in ("sar", "halo")},
-    **{f"features of another dtype than the model, {model}, {words}": Mistake(
-        on_all(features(change)), (words,), {"model": model})
-       for model, change, words in (("GCN", torch.Tensor.double, "double != float"), ("GCN", torch.Tensor.long, "Long"),
-                                    ("GAT", torch.Tensor.double, "double != float"),
-                                    ("GAT", torch.Tensor.long, "long int"))},
     **{f"a rank that skips layer {layer}, {mode}": Mistake(
         fault(lambda turn, layer=layer: setattr(turn.model, "without", layer)), OTHER_PATHS,
         {"model": Skips(shared=(layer == 2) == (mode == "sar")), "mode": mode})
