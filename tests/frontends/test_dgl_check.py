@@ -16,11 +16,11 @@ from torch import nn
 
 import shardpass as sp
 from shardpass.errors import RefusedError
-from shardpass.testing import WholeGraph, awkward_graph, run
+from shardpass.testing import WholeGraph, run
 
+from .dgl_parity import GRAPH, whole_graph
 from .on_ranks import on_ranks, share
 
-GRAPH = awkward_graph(channels=5, edge_channels=3)
 BATCHED = WholeGraph(41, GRAPH.edge_index, {**GRAPH.node, "batch": torch.arange(41) % 3}, {})
 
 
@@ -121,10 +121,7 @@ def results(between):
 @pytest.mark.parametrize("name", EXACT)
 def test_what_treats_rows_one_by_one_is_exact(name):
     plain, found = results(EXACT[name])
-    whole = dgl.graph(tuple(GRAPH.edge_index), num_nodes=GRAPH.num_nodes)
-    whole.ndata.update(GRAPH.node)
-    whole.edata.update(GRAPH.edge)
-    expected = plain(whole, GRAPH.node["x"]).detach()
+    expected = plain(whole_graph(), GRAPH.node["x"]).detach()
     for out, ids in found:
         torch.testing.assert_close(out, expected[ids], rtol=1e-10, atol=1e-10)
 

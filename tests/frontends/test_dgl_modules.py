@@ -23,7 +23,7 @@ from shardpass.frontends.dgl.refusals import REFUSED, refuse_unsupported
 from shardpass.testing import assignments, cotangent, run, shard_in_memory
 
 from .dgl_cases import CONVS, ZERO
-from .dgl_parity import GRAPH, assert_dgl_exact, float64  # noqa: F401
+from .dgl_parity import GRAPH, assert_dgl_exact, float64, whole_graph  # noqa: F401
 from .how_much import in_turn
 from .on_ranks import on_ranks, share
 
@@ -94,8 +94,8 @@ def test_readouts_take_in_the_nodes_of_all_ranks(name, ranks, modes):
 
 
 def test_readout_functions_have_dgls_names_and_arguments():
-    whole = dgl.graph(tuple(GRAPH.edge_index), num_nodes=41)
-    whole.ndata["x"], whole.ndata["w"] = GRAPH.node["x"], GRAPH.node["x"][:, :1]
+    whole = whole_graph()
+    whole.ndata["w"] = GRAPH.node["x"][:, :1]
     calls = {
         "sum_nodes": ("x", "w"),
         "mean_nodes": ("x",),

@@ -21,7 +21,7 @@ from torch import nn
 import shardpass as sp
 from shardpass.testing import WholeGraph, run, shard_in_memory
 
-from .dgl_parity import float64  # noqa: F401
+from .dgl_parity import float64, whole_graph  # noqa: F401
 from .how_much import one_each
 from .on_ranks import RANKS, assert_refused, assert_rows, on_ranks
 
@@ -80,10 +80,7 @@ def outside(function):
 
 def whole(function):
     """What `function` gives on the whole graph."""
-    g = dgl.graph(tuple(GRAPH.edge_index), num_nodes=N)
-    g.ndata.update(GRAPH.node)
-    g.edata.update(GRAPH.edge)
-    return Model(function)(g, GRAPH.node["x"])
+    return Model(function)(whole_graph(GRAPH), GRAPH.node["x"])
 
 
 def summed(g, message):

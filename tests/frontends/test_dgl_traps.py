@@ -10,22 +10,10 @@ import torch
 
 import shardpass as sp
 from shardpass.errors import RefusedError
-from shardpass.testing import awkward_graph, run, shard_in_memory
+from shardpass.testing import run, shard_in_memory
 
+from .dgl_parity import GRAPH, float64, whole_graph  # noqa: F401
 from .on_ranks import on_ranks
-
-GRAPH = awkward_graph()
-
-
-@pytest.fixture(autouse=True)
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def whole():
-    return dgl.graph(tuple(GRAPH.edge_index), num_nodes=GRAPH.num_nodes)
 
 
 def share(comm, options=None):
@@ -107,7 +95,7 @@ class Unused(torch.nn.Module):
 @on_ranks(3)
 def test_what_the_loss_does_not_reach_gives_no_gradient(comm, packed, mode):
     x = GRAPH.node["x"].clone().requires_grad_()
-    Unused(packed)(whole(), x).pow(2).sum().backward()
+    Unused(packed)(whole_graph(), x).pow(2).sum().backward()
     assert x.grad.isfinite().all()
     graph = share(comm, sp.Options(mode=mode))
     mine = GRAPH.node["x"][graph.node_ids].clone().requires_grad_()
@@ -148,7 +136,7 @@ class Memory(torch.nn.Module):
 
 
 def test_fields_that_forward_leaves_on_the_graph_stay():
-    model, g = Memory(), whole()
+    model, g = Memory(), whole_graph()
     expected = []
     for step in range(3):
         with torch.no_grad():
