@@ -98,14 +98,9 @@ def whole_a_branch_each(model, data, mine):
     return squares(left[~mine]) + squares(right[mine])
 
 
-def of_no_rows(turn):
+def without_rank_1(turn, nothing):
     logits = turn.forward()
-    return squares(logits) if turn.comm.rank != 1 else 0.0 * logits[:0].sum()
-
-
-def times_zero(turn):
-    logits = turn.forward()
-    return squares(logits) if turn.comm.rank != 1 else 0.0 * logits.sum()
+    return squares(logits) if turn.comm.rank != 1 else 0.0 * nothing(logits).sum()
 
 
 def whole_without_rank_1(model, data, mine):
@@ -152,8 +147,8 @@ def cross_entropy_of(model, data, mine=None):
 OBJECTIVES = {  # a model, its loss on a rank, and on the whole graph
     "a loss that reaches one branch only": (TwoHeads, one_branch, whole_one_branch),
     "a branch that only one rank uses": (TwoHeads, a_branch_each, whole_a_branch_each),
-    "a loss of no rows": (Two, of_no_rows, whole_without_rank_1),
-    "a loss times zero": (Two, times_zero, whole_without_rank_1),
+    "a loss of no rows": (Two, lambda turn: without_rank_1(turn, lambda rows: rows[:0]), whole_without_rank_1),
+    "a loss times zero": (Two, lambda turn: without_rank_1(turn, lambda rows: rows), whole_without_rank_1),
     "an empty mask on a rank": (Two, an_empty_mask, whole_empty_mask),
     "a second backward": (Two, a_second_backward, lambda model, data, mine: 2 * cross_entropy_of(model, data)),
     "two forwards before one backward": (Two, two_forwards, whole_two_forwards),
