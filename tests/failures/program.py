@@ -24,7 +24,7 @@ def main(what: str) -> None:
         fault()
     comm = sp.connect()
     if what == "divergences":  # each ends its own communicator only, so that one launch can show several
-        for one in ("skip", "no backward", "sync twice"):
+        for one in ("skip", "no backward"):
             try:
                 train(comm.duplicate(one), one)
             except DivergenceError as error:
@@ -52,8 +52,6 @@ def train(comm: sp.Communicator, what: str) -> None:
         if not (guilty and what == "no backward"):
             loss.backward()
         sp.sync_gradients(model, comm)
-        if guilty and what == "sync twice":
-            sp.sync_gradients(model, comm)
         optimizer.step()
         fault.at = time.time()
         print(f"rank {comm.rank} has done epoch {epoch}", flush=True)
