@@ -1,184 +1,215 @@
 """Mistakes in the user's program: every rank ends within seconds, saying what happened and on which rank."""
 
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import NamedTuple
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch_geometric.nn import SAGEConv, SGConv
+from torch.utils.checkpoint import checkpoint
+from torch_geometric.nn import GCNConv, SAGEConv, SGConv, TopKPooling
 
-from shardpass.errors import CommunicationError, DivergenceError
+from shardpass.errors import CommunicationError, DivergenceError, RefusedError, ShardpassError
 
 from .training import CLASSES, FEATURES, RANKS, Skips, fault, train
 
-models = pytest.mark.parametrize("model", ["GCN", "GAT"])
+
+class Layers(Skips):
+    """A list of layers, each called as `call` says."""
+
+    def __init__(self, *layers, call=lambda conv, x, edge_index: conv(x, edge_index)):
+        super().__init__()
+        self.convs, self.call = nn.ModuleList(layers), call
+
+    def forward(self, x, edge_index):
+        for conv in self.convs:
+            x = self.call(conv, x, edge_index)
+        return x
 
 
-# ---- features and dtypes
+class Maxima(nn.Module):
+    """What the engine itself has saved is watched, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin, self.conv = nn.Linear(FEATURES, 8), SAGEConv(8, CLASSES, aggr="max", root_weight=False)
+        self._harms = False  # by its name no setting of the model, which ranks compare
+
+    def forward(self, x, edge_index):
+        x = self.lin(x)
+        out = self.conv(x, edge_index)
+        if self._harms:
+            x.add_(1)
+        return out
 
 
 def features(change):
     return lambda turn: setattr(turn, "x", change(turn.x))
 
 
-def double_rows(turn):
-    turn.x = turn.x.double()
-    turn.step()
-
-
-def integer_rows(turn):
-    turn.x = turn.x.long()
-    turn.step()
-
-
 narrow = features(lambda x: x[:, :4])
 cut = features(lambda x: torch.rand(len(x) - 1, x.size(1)))
-
-
-@pytest.mark.parametrize(
-    ("change", "model", "kind", "words"),
-    [
-        (narrow, "GCN", RuntimeError, ["mat1 and mat2 shapes cannot be multiplied (15x4 and 6x8)"]),
-        (narrow, "GAT", RuntimeError, ["mat1 and mat2 shapes cannot be multiplied (15x4 and 6x8)"]),
-        # in PyG's own arithmetic, before a message is sent
-        (cut, "GCN", RuntimeError, ["index 14 is out of bounds for dimension 0 with size 14"]),
-        (cut, "GAT", ValueError, ["on rank 1: `", "14 rows", "expected 15 (the own"]),
-        (features(torch.Tensor.double), "GAT", RuntimeError, ["double != float"]),
-    ],
-)
-def test_a_rank_with_other_features(store, change, model, kind, words):
-    train(store, fault(change), model=model).assert_began_on(1, kind, *words)
-
-
-def test_a_rank_with_other_dtypes_that_the_ranks_compare_before_the_weights_are_applied(store):
-    outcome = train(store, fault(features(torch.Tensor.double)))
-    outcome.assert_all_say("Rank 0: float32 rows", "Rank 1: float64 rows", "same widths and dtypes")
-
-
-@pytest.mark.parametrize("mode", ["sar", "halo"])
-def test_other_features_where_the_layer_itself_does_not_notice(store, mode):
-    class First(nn.Module):
-        """Messages are sent before any weight is applied."""
-
-        def __init__(self):
-            super().__init__()
-            self.conv = SGConv(FEATURES, CLASSES, K=2)
-
-        def forward(self, x, edge_index):
-            return self.conv(x, edge_index)
-
-    outcome = train(store, fault(narrow), model=First(), mode=mode)
-    outcome.assert_all_say(
-        "SGConv", "Rank 0: source 'x' float32 with [6] per row", "Rank 1: source 'x' float32 with [4] per row"
-    )
-
-
-@pytest.mark.parametrize(
-    ("step", "model", "words"),
-    [
-        (double_rows, "GCN", "double != float"),
-        (double_rows, "GAT", "double != float"),
-        (integer_rows, "GCN", "Long"),
-        (integer_rows, "GAT", "long int"),
-    ],
-)
-def test_features_of_another_dtype_than_the_model(store, step, model, words):
-    outcome = train(store, step, model=model)
-    assert all(isinstance(error, RuntimeError) for error in outcome.errors), outcome.words()
-    outcome.assert_all_say(words)
-
-
-def test_models_that_differ(store):
-    def build(model):
-        return nn.Sequential(nn.Linear(2, 3)) if torch.rand(()) < 2 and next(turn) == 1 else model
-
-    turn = iter(range(RANKS))
-    outcome = train(store, twist_model=build)
-    outcome.assert_all_say("the models differ", "build the same model on every rank")
-
-
-# ---- exceptions
+double = features(torch.Tensor.double)
 
 
 def boo(*_):
     raise ValueError("boo")
 
 
-FAIL = {
-    "between layers, forward": lambda convs: convs[1].register_forward_pre_hook(boo),
-    "between layers, backward": lambda convs: convs[0].register_forward_hook(
-        lambda module, args, out: out.register_hook(boo) and None
-    ),
-    "in a message, forward": lambda convs: convs[1].register_message_forward_pre_hook(boo),
-    "in a message, backward": lambda convs: convs[1].lin.weight.register_hook(boo),
-}
+def change_in_place(turn):
+    if not turn.culprit:
+        return turn.step()
+    kept = []
+    turn.model.convs[1].register_forward_pre_hook(lambda module, args: kept.append(args[0]))
+    loss = turn.loss(turn.forward())
+    kept[0].add_(1)
+    loss.backward()
 
 
-@models
-@pytest.mark.parametrize("where", FAIL)
-def test_an_exception(store, model, where):
-    step = fault(lambda turn: FAIL[where](turn.model.convs))
-    train(store, step, model=model).assert_began_on(1, ValueError, "boo")
+def skip_in_evaluation(turn):
+    turn.step()
+    turn.model.without = 1 if turn.culprit else -1
+    with torch.no_grad():
+        turn.forward()
 
 
-@models
-def test_a_tensor_changed_in_place_between_forward_and_backward(store, model):
-    def change(turn):
-        if not turn.culprit:
-            return turn.step()
-        kept = []
-        turn.model.convs[1].register_forward_pre_hook(lambda module, args: kept.append(args[0]))
-        loss = turn.loss(turn.forward())
-        kept[0].add_(1)
-        loss.backward()
-
-    outcome = train(store, change, model=model)
-    outcome.assert_began_on(1, RuntimeError, "has been modified by an inplace operation")
+def without_backward(turn, loss=lambda: None):
+    if not turn.culprit:
+        return turn.step()
+    turn.loss(turn.forward())
+    loss()
 
 
-@pytest.mark.parametrize("mode", ["sar", "keep", "halo"])
-def test_a_message_input_changed_in_place(store, mode):
-    """What the engine itself has saved is watched, too."""
-
-    class Maxima(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lin, self.conv = nn.Linear(FEATURES, 8), SAGEConv(8, CLASSES, aggr="max", root_weight=False)
-            self._harms = False
-
-        def forward(self, x, edge_index):
-            x = self.lin(x)
-            out = self.conv(x, edge_index)
-            if self._harms:
-                x.add_(1)
-            return out
-
-    outcome = train(store, fault(lambda turn: setattr(turn.model, "_harms", True)), model=Maxima(), mode=mode)
-    outcome.assert_began_on(1, RuntimeError, "has been modified by an inplace operation")
+def other_steps(turn):
+    turn.step()
+    if turn.culprit:
+        for parameter in turn.model.parameters():
+            parameter.data.mul_(1.5)
 
 
-# ---- ranks that take different paths
+def frozen(turn, on_culprit, elsewhere, epoch):
+    """A step before which, in an epoch, some parameters of a GCN are frozen: those whose names begin so."""
+    if turn.epoch == epoch:
+        for name, parameter in turn.model.named_parameters():
+            parameter.requires_grad_(not name.startswith(on_culprit if turn.comm.rank == 1 else elsewhere))
+    turn.step()
 
 
-@pytest.mark.parametrize("mode", ["sar", "halo"])
-@pytest.mark.parametrize("layer", [1, 2, 3])
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_rank_that_skips_a_layer(store, mode, layer, shared):
-    step = fault(lambda turn: setattr(turn.model, "without", layer))
-    outcome = train(store, step, model=Skips(shared), mode=mode)
-    assert any(isinstance(error, DivergenceError) for error in outcome.errors), outcome.words()
-    outcome.assert_all_say("ranks 0, 2 are in", "rank 1 is in", "depends on the rank")
+def double_backward(turn, everywhere):
+    if not (turn.epoch == 1 if everywhere else turn.culprit):
+        return turn.step()
+    turn.loss(turn.forward()).backward(create_graph=True)
 
 
-def test_a_rank_that_skips_a_layer_in_evaluation(store):
-    def step(turn):
+def wrapped_by_ddp(turn):
+    turn.model = nn.parallel.DistributedDataParallel(turn.model)
+
+
+def cause_and_consequence(turn):
+    if turn.culprit:
+        raise KeyError("the cause")
+    try:
         turn.step()
-        turn.model.without = 1 if turn.culprit else -1
-        with torch.no_grad():
-            turn.forward()
-
-    train(store, step, model=Skips()).assert_all_say("ranks 0, 2 are in", "rank 1 is in", "depends on the rank")
+    except CommunicationError as error:
+        raise ShardpassError(f"what follows: {error}") from error
 
 
-@models
+class Mistake(NamedTuple):
+    """What each rank does in an epoch, what the errors say, and how the model is made."""
+
+    step: Callable
+    words: tuple[str, ...]
+    options: dict = {}
+
+
+HOOKS = {
+    "between layers, forward": ("GCN", lambda convs: convs[1].register_forward_pre_hook(boo)),
+    "between layers, backward": ("GAT", lambda convs: convs[0].register_forward_hook(
+        lambda module, args, out: out.register_hook(boo) and None)),
+    "in a message, forward": ("GAT", lambda convs: convs[1].register_message_forward_pre_hook(boo)),
+    "in a message, backward": ("GCN", lambda convs: convs[1].lin.weight.register_hook(boo)),
+}  # fmt: skip
+MATRICES = "mat1 and mat2 shapes cannot be multiplied (15x4 and 6x8)"
+DOUBLE = ("double backward through a sharded call is not supported", "create_graph=True")
+CHANGED = "has been modified by an inplace operation"
+ONE_BEGINS = {  # the error of rank 1, of which the others tell
+    "narrow features, GCN": (RuntimeError, Mistake(fault(narrow), (MATRICES,))),
+    "narrow features, GAT": (RuntimeError, Mistake(fault(narrow), (MATRICES,), {"model": "GAT"})),
+    "a row too few, GCN": (  # in PyG's own arithmetic, before a message is sent
+        RuntimeError, Mistake(fault(cut), ("index 14 is out of bounds for dimension 0 with size 14",))),
+    "a row too few, GAT": (
+        ValueError, Mistake(fault(cut), ("on rank 1: `", "14 rows", "expected 15 (the own"), {"model": "GAT"})),
+    "float64, GAT": (RuntimeError, Mistake(fault(double), ("double != float",), {"model": "GAT"})),
+    **{f"an exception {where}": (
+        ValueError, Mistake(fault(lambda turn, hook=hook: hook(turn.model.convs)), ("boo",), {"model": model}))
+       for where, (model, hook) in HOOKS.items()},
+    **{f"a tensor changed between forward and backward, {model}": (
+        RuntimeError, Mistake(change_in_place, (CHANGED,), {"model": model})) for model in ("GCN", "GAT")},
+    **{f"a message input changed in place, {mode}": (
+        RuntimeError, Mistake(fault(lambda turn: setattr(turn.model, "_harms", True)), (CHANGED,),
+                              {"model": Maxima(), "mode": mode})) for mode in ("sar", "keep", "halo")},
+    "double backward": (RefusedError, Mistake(partial(double_backward, everywhere=False), DOUBLE)),
+    "another error follows from the first": (KeyError, Mistake(cause_and_consequence, ("the cause",))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONE_BEGINS)
+def test_what_goes_wrong_on_a_rank_is_told_by_all(store, name):
+    kind, mistake = ONE_BEGINS[name]
+    train(store, mistake.step, **mistake.options).assert_began_on(1, kind, *mistake.words)
+
+
+DIFFERENT = ("depends on the rank",)
+OTHER_PATHS = ("ranks 0, 2 are in", "rank 1 is in", "depends on the rank")
+FROZEN = [("convs.1.bias", "-", "convs.1.bias"), ("-", "convs.0", "convs.0"), ("convs", "-", "convs.0")]
+THREE = (GCNConv(FEATURES, 8), GCNConv(8, 8), GCNConv(8, CLASSES))
+AGAIN = Layers(*THREE, call=lambda conv, x, edge_index: (
+    conv(x, edge_index) if conv.in_channels == FEATURES else checkpoint(conv, x, edge_index, use_reentrant=True)
+))  # fmt: skip
+ALL_SAY = {
+    "other dtypes, which the ranks compare before the weights are applied": Mistake(
+        fault(double), ("Rank 0: float32 rows", "Rank 1: float64 rows", "same widths and dtypes")),
+    **{f"other features where the layer itself does not notice, {mode}": Mistake(
+        fault(narrow),
+        ("SGConv", "Rank 0: source 'x' float32 with [6] per row", "Rank 1: source 'x' float32 with [4] per row"),
+        {"model": Layers(SGConv(FEATURES, CLASSES, K=2)), "mode": mode}) for mode in ("sar", "halo")},
+    **{f"a rank that skips layer {layer}, {mode}": Mistake(
+        fault(lambda turn, layer=layer: setattr(turn.model, "without", layer)), OTHER_PATHS,
+        {"model": Skips(shared=(layer == 2) == (mode == "sar")), "mode": mode})
+       for layer, mode in product((1, 2, 3), ("sar", "halo"))},
+    "a rank that skips a layer in evaluation": Mistake(skip_in_evaluation, OTHER_PATHS, {"model": Skips()}),
+    "a rank without backward, GCN": Mistake(without_backward, DIFFERENT),
+    "a rank without backward, GAT": Mistake(without_backward, DIFFERENT, {"model": "GAT"}),
+    "a loss that is no function of the model": Mistake(
+        partial(without_backward, loss=lambda: torch.zeros((), requires_grad=True).backward()), DIFFERENT),
+    "a rank that takes other steps": Mistake(
+        other_steps, ("is not the same on rank 0 and rank 1", "Or a rank takes other steps than the others")),
+    **{f"parameters frozen on a rank, {name} and {other}, epoch {epoch}": Mistake(
+        partial(frozen, on_culprit=name, elsewhere=other, epoch=epoch),
+        (f"the models differ: {found}", "without a gradient"))
+       for (name, other, found), epoch in product(FROZEN, (0, 1))},
+    "parameters of one shape, of which each is frozen on another rank": Mistake(  # their gradients would be added up
+        partial(frozen, on_culprit="convs.1.bias", elsewhere="convs.0.bias", epoch=0),
+        ("the models differ: convs.0.bias", "without a gradient"), {"model": Layers(*THREE)}),
+    **{f"double backward everywhere, {model}": Mistake(
+        partial(double_backward, everywhere=True), DOUBLE, {"model": model}) for model in ("GCN", "GAT")},
+    "reentrant checkpointing": Mistake(lambda turn: turn.step(), ("use_reentrant=False",), {"model": AGAIN}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALL_SAY)
+def test_a_mistake_is_told_by_all(store, name):
+    mistake = ALL_SAY[name]
+    outcome = train(store, mistake.step, **mistake.options)
+    outcome.assert_all_say(*mistake.words)
+    if mistake.words == OTHER_PATHS:
+        assert any(isinstance(error, DivergenceError) for error in outcome.errors), outcome.words()
+
+
+@pytest.mark.parametrize("model", ["GCN", "GAT"])
 def test_a_rank_with_fewer_epochs(store, model):
     def step(turn):
         if turn.comm.rank != 1 or turn.epoch < 2:
@@ -191,15 +222,44 @@ def test_a_rank_with_fewer_epochs(store, model):
     outcome.assert_nobody_timed_out()
 
 
-LOSSES = {"none": lambda: None, "no function of the model": lambda: torch.zeros((), requires_grad=True).backward()}
+# ---- wrapping
 
 
-@pytest.mark.parametrize(("model", "loss"), [("GCN", "none"), ("GAT", "none"), ("GCN", "no function of the model")])
-def test_a_rank_without_backward(store, model, loss):
-    def step(turn):
-        if not turn.culprit:
-            return turn.step()
-        turn.loss(turn.forward())
-        LOSSES[loss]()
+@pytest.fixture
+def group(tmp_path):
+    """Torch's own process group, of one process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
-    train(store, step, model=model).assert_all_say("ranks", "depends on the rank")
+
+@pytest.mark.usefixtures("group")
+def test_ddp_around_a_wrapped_model(store):
+    words = "DistributedDataParallel around the wrapped model is refused", "Remove it"
+    train(store, fault(wrapped_by_ddp)).assert_began_on(1, RefusedError, *words)
+
+
+@pytest.mark.usefixtures("group")
+def test_ddp_within_a_model_to_be_wrapped(store):
+    outcome = train(store, twist_model=nn.parallel.DistributedDataParallel)
+    outcome.assert_all_say("DistributedDataParallel", "whose backward sums them")
+
+
+BUILDS = {
+    "another model on one rank": (
+        lambda rank, model: nn.Sequential(nn.Linear(2, 3)) if rank == 1 else model,
+        ("the models differ", "build the same model on every rank")),
+    "one that cannot be exact on one rank": (
+        lambda rank, model: nn.Sequential(TopKPooling(FEATURES)) if rank == 1 else model,
+        ("TopKPooling (at '0') cannot be exact on a sharded graph", "shardpass.gather")),
+    "one that cannot be exact on all ranks": (
+        lambda rank, model: nn.Sequential(TopKPooling(FEATURES)),
+        ("TopKPooling (at '0') cannot be exact on a sharded graph", "shardpass.gather")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_models_that_cannot_be_wrapped(store, name):
+    build, words = BUILDS[name]
+    turns = iter(range(RANKS))
+    train(store, twist_model=lambda model: build(next(turns), model)).assert_all_say(*words)

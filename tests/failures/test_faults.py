@@ -7,17 +7,16 @@ from benchmarks import faults
 from .training import LIMIT
 
 pytestmark = pytest.mark.processes
-LONG = [
-    ("fork", "save", "kill"), ("fork", "forward", "stop"), ("torchrun", "gradient sum", "exit"),
-    ("torchrun", "backward", "kill"), ("mpirun", "infer", "raise"), ("mpirun", "loaders", "kill"),
-    ("namespaces", "backward", "link"), ("namespaces", "infer", "exit"), ("torchrun", "save", "launcher"),
+FAULTS = [
+    ("fork", "loaders", "exit"), ("fork", "save", "kill"), ("fork", "forward", "stop"),
+    ("torchrun", "gradient sum", "exit"), ("torchrun", "backward", "kill"), ("torchrun", "save", "launcher"),
+    ("mpirun", "infer", "raise"), ("mpirun", "loaders", "kill"),
+    ("namespaces", "backward", "link"), ("namespaces", "infer", "exit"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("how", "phase", "fault"),
-    [("fork", "loaders", "exit"), *(pytest.param(*what, marks=pytest.mark.long) for what in LONG)],
-)
+@pytest.mark.long  # what becomes of the others when a rank ends: by default in tests/backends
+@pytest.mark.parametrize(("how", "phase", "fault"), FAULTS)
 def test_a_fault_is_named_by_every_other_rank(store, how, phase, fault):
     if why := faults.why_not(how, fault):
         pytest.skip(why)

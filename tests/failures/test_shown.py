@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ if __name__ == "__main__":
     if sys.argv[2] == "hook":
         sys.excepthook = lambda *_: print("a hook of my own", file=sys.stderr)
     if sys.argv[2] == "processes":
-        sp.spawn(step, 2, "processes", args=("gather",))
+        sp.spawn(step, 1, "processes", args=("gather",))
     step(sp.connect(), sys.argv[2])
 """
 
@@ -54,35 +55,52 @@ def shown(folder: Path, what: str, *launcher: str, **env: str) -> list[str]:
     return done.stderr.splitlines()
 
 
-@pytest.mark.processes
-def test_an_error_of_ours_shows_the_users_lines_and_ends_with_its_sentence(folder: Path) -> None:
-    lines = shown(folder, "model")
+@pytest.fixture
+def shown_here(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> Callable[..., list[str]]:
+    """As `shown`, in this process, which has the libraries: what a hook prints when Python is about to end."""
+
+    def run(what: str, debug: str = "") -> list[str]:
+        monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+        monkeypatch.setattr(sys, "argv", ["train.py", "parts", what])
+        monkeypatch.chdir(folder)
+        monkeypatch.setenv("SHARDPASS_DEBUG", debug)
+        try:
+            exec(compile(SCRIPT, folder / "train.py", "exec"), {"__name__": "__main__"})
+        except Exception as error:
+            sys.excepthook(type(error), error, error.__traceback__.tb_next)
+        return capsys.readouterr().err.splitlines()
+
+    return run
+
+
+def test_an_error_of_ours_shows_the_users_lines_and_ends_with_its_sentence(shown_here: Callable) -> None:
+    lines = shown_here("model")
     assert lines[:2] == [HEADER, "Traceback (most recent call last):"] and lines[-1].startswith(OF_A_MODEL)
     files = [line.split('"')[1] for line in lines if line.startswith("  File ")]
     assert [Path(file).name for file in files] == ["train.py", "train.py"]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(("what", "debug"), [("gather", "1"), ("own", "")])
-def test_all_lines_of_any_other_error_and_when_they_are_asked_for(folder: Path, what: str, debug: str) -> None:
-    lines = shown(folder, what, SHARDPASS_DEBUG=debug)
+def test_all_lines_of_any_other_error_and_when_they_are_asked_for(shown_here: Callable, what: str, debug: str) -> None:
+    lines = shown_here(what, debug)
     assert HEADER not in lines and lines[-1].startswith("ValueError: boo" if what == "own" else SENTENCE)
     assert any("/shardpass/core/" in line for line in lines) == (what == "gather")
 
 
+def test_a_hook_of_the_user_stays(shown_here: Callable) -> None:
+    assert shown_here("hook") == ["a hook of my own"]
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("size", [1, 10**6], ids=["small", "more than a pipe holds"])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.long), 10**6], ids=["small", "more than a pipe"])
 def test_a_script_without_a_main_guard_ends_with_one_sentence(tmp_path: Path, size: int) -> None:
-    call = f"sp.spawn(print, 2, 'processes', args=(torch.zeros({size}),))"
+    call = f"sp.spawn(print, 1, 'processes', args=(torch.zeros({size}),))"
     (tmp_path / "train.py").write_text(f"import torch, shardpass as sp\n{call}\n")
     lines = shown(tmp_path, "unguarded")
     assert lines[0] == HEADER and [line for line in lines if "Error" in line] == lines[-1:]
     assert "this one ended there: put the call of spawn" in lines[-1] and 'if __name__ == "__main__":' in lines[-1]
-
-
-@pytest.mark.processes
-def test_a_hook_of_the_user_stays(folder: Path) -> None:
-    assert shown(folder, "hook") == ["a hook of my own"]
 
 
 @pytest.mark.processes

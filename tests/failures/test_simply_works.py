@@ -30,9 +30,8 @@ CONVS = {
     "GAT": lambda i, o: GATConv(i, o),
     "max": lambda i, o: SAGEConv(i, o, aggr="max"),
 }
-kinds = pytest.mark.parametrize("kind", CONVS)
 # every layer and every mode: tests/frontends has every pair
-pairs = pytest.mark.parametrize("kind, mode", [("GCN", "sar"), ("GAT", "keep"), ("GAT", "sar"), ("max", "halo")])
+PAIRS = (("GCN", "sar"), ("GAT", "keep"), ("max", "halo"), ("GAT", "sar"))
 
 
 class TwoHeads(nn.Module):
@@ -47,143 +46,129 @@ class TwoHeads(nn.Module):
 
 
 class Two(nn.Module):
-    """Two layers; `how` they are run: plainly, or checkpointed."""
+    """Two layers, which may be checkpointed on ranks."""
 
-    def __init__(self, kind, how="plain"):
+    def __init__(self, kind):
         super().__init__()
         self.convs = nn.ModuleList([CONVS[kind](FEATURES, 8), CONVS[kind](8, CLASSES)])
-        self.how = how
+        self.saves = False
 
     def forward(self, x, graph):
         edge_index = getattr(graph, "edge_index", graph)
         for i, conv in enumerate(self.convs):
-            if self.how == "plain":
-                x = conv(x, edge_index)
-            else:
-                x = checkpoint(conv, x, edge_index, use_reentrant=self.how == "reentrant")
+            x = checkpoint(conv, x, edge_index, use_reentrant=False) if self.saves else conv(x, edge_index)
             x = x if i else x.relu()
         return x
 
 
-def seeded(build, *args):
+def seeded(build, kind):
     torch.manual_seed(3)
-    return build(*args).double()
+    return build(kind).double()
 
 
-def owned_by_rank(store, wanted):
-    """A bool per node: whether the rank `wanted` owns it."""
-    ids = run_ranks(lambda comm: sp.load(store, comm).node_ids).results[wanted]
+@pytest.fixture(scope="module")
+def mine(exact_store):
+    """A bool per node: whether rank 1 owns it."""
     owned = torch.zeros(NODES, dtype=torch.bool)
-    owned[ids] = True
+    owned[run_ranks(lambda comm: sp.load(exact_store, comm).node_ids).results[1]] = True
     return owned
 
 
-@pairs
-def test_a_loss_that_reaches_one_branch_only(exact_store, kind, mode):
-    model = seeded(TwoHeads, kind)
-
-    def objective(model, turn):
-        left, right = model(turn.x, turn.graph)
-        loss = left.square().sum()
-        if turn.comm.rank != 1:
-            loss = loss + right.square().sum()
-        loss.backward()
-
-    others = ~owned_by_rank(exact_store, 1)
-
-    def whole(model, data):
-        left, right = model(data.x, data.edge_index)
-        return left.square().sum() + right[others].square().sum()
-
-    assert_same(sharded_gradients(exact_store, model, objective, mode=mode), whole_gradients(model, whole))
+def squares(rows):
+    return rows.square().sum()
 
 
-@kinds
-def test_a_branch_that_only_one_rank_uses(exact_store, kind):
-    model = seeded(TwoHeads, kind)
-
-    def objective(model, turn):
-        left, right = model(turn.x, turn.graph)
-        (left if turn.comm.rank != 1 else right).square().sum().backward()
-
-    mine = owned_by_rank(exact_store, 1)
-
-    def whole(model, data):
-        left, right = model(data.x, data.edge_index)
-        return left[~mine].square().sum() + right[mine].square().sum()
-
-    assert_same(sharded_gradients(exact_store, model, objective), whole_gradients(model, whole))
+def one_branch(turn):
+    left, right = turn.forward()
+    return squares(left) + (squares(right) if turn.comm.rank != 1 else 0)
 
 
-@kinds
-@pytest.mark.parametrize("zero", ["of no rows", "times all rows"])
-def test_a_loss_of_nothing(exact_store, kind, zero):
-    model = seeded(Two, kind)
-
-    def objective(model, turn):
-        logits = model(turn.x, turn.graph)
-        if turn.comm.rank != 1:
-            logits.square().sum().backward()
-        elif zero == "of no rows":
-            (0.0 * logits[:0].sum()).backward()
-        else:
-            (0.0 * logits.sum()).backward()
-
-    others = ~owned_by_rank(exact_store, 1)
-    expected = whole_gradients(model, lambda model, data: model(data.x, data.edge_index)[others].square().sum())
-    assert_same(sharded_gradients(exact_store, model, objective), expected)
+def whole_one_branch(model, data, mine):
+    left, right = model(data.x, data.edge_index)
+    return squares(left) + squares(right[~mine])
 
 
-@pairs
-def test_an_empty_mask_on_a_rank(exact_store, kind, mode):
-    model, others = seeded(Two, kind), ~owned_by_rank(exact_store, 1)
-
-    def objective(model, turn):
-        mask = turn.graph.train_mask & (turn.comm.rank != 1)
-        sp.cross_entropy(model(turn.x, turn.graph), turn.graph.y, mask, turn.comm).backward()
-
-    def whole(model, data):
-        mask = data.train_mask & others
-        return nn.functional.cross_entropy(model(data.x, data.edge_index)[mask], data.y[mask])
-
-    assert_same(sharded_gradients(exact_store, model, objective, mode=mode), whole_gradients(model, whole))
+def a_branch_each(turn):
+    left, right = turn.forward()
+    return squares(left if turn.comm.rank != 1 else right)
 
 
-def cross_entropy_of(model, data):
+def whole_a_branch_each(model, data, mine):
+    left, right = model(data.x, data.edge_index)
+    return squares(left[~mine]) + squares(right[mine])
+
+
+def without_rank_1(turn, nothing):
+    logits = turn.forward()
+    return squares(logits) if turn.comm.rank != 1 else 0.0 * nothing(logits).sum()
+
+
+def whole_without_rank_1(model, data, mine):
+    return squares(model(data.x, data.edge_index)[~mine])
+
+
+def an_empty_mask(turn):
+    mask = turn.graph.train_mask & (turn.comm.rank != 1)
+    return sp.cross_entropy(turn.forward(), turn.graph.y, mask, turn.comm)
+
+
+def whole_empty_mask(model, data, mine):
+    data.train_mask = data.train_mask & ~mine
+    return cross_entropy_of(model, data)
+
+
+def a_second_backward(turn):
+    loss = turn.loss(turn.forward())
+    loss.backward(retain_graph=True)
+    return loss
+
+
+def two_forwards(turn):
+    first = turn.loss(turn.forward())
+    return first + 3 * turn.loss(turn.model(2 * turn.x, turn.graph))
+
+
+def whole_two_forwards(model, data, mine):
+    first = cross_entropy_of(model, data)
+    data.x = 2 * data.x
+    return first + 3 * cross_entropy_of(model, data)
+
+
+def checkpointed(turn):
+    turn.model.saves = True
+    return turn.loss(turn.forward())
+
+
+def cross_entropy_of(model, data, mine=None):
     logits = model(data.x, data.edge_index)
     return nn.functional.cross_entropy(logits[data.train_mask], data.y[data.train_mask])
 
 
-@pairs
-def test_a_second_backward_through_a_kept_graph(exact_store, kind, mode):
-    def objective(model, turn):
-        loss = turn.loss(model(turn.x, turn.graph))
-        loss.backward(retain_graph=True)
-        loss.backward()
-
-    model = seeded(Two, kind)
-    expected = whole_gradients(model, lambda model, data: 2 * cross_entropy_of(model, data))
-    assert_same(sharded_gradients(exact_store, model, objective, mode=mode), expected)
-
-
-@pairs
-def test_two_forwards_before_one_backward(exact_store, kind, mode):
-    def objective(model, turn):
-        first = turn.loss(model(turn.x, turn.graph))
-        second = turn.loss(model(2 * turn.x, turn.graph))
-        (first + 3 * second).backward()
-
-    def whole(model, data):
-        first = cross_entropy_of(model, data)
-        data.x = 2 * data.x
-        return first + 3 * cross_entropy_of(model, data)
-
-    model = seeded(Two, kind)
-    assert_same(sharded_gradients(exact_store, model, objective, mode=mode), whole_gradients(model, whole))
+OBJECTIVES = {  # a model, its loss on a rank, and on the whole graph
+    "a loss that reaches one branch only": (TwoHeads, one_branch, whole_one_branch),
+    "a branch that only one rank uses": (TwoHeads, a_branch_each, whole_a_branch_each),
+    "a loss of no rows": (Two, lambda turn: without_rank_1(turn, lambda rows: rows[:0]), whole_without_rank_1),
+    "a loss times zero": (Two, lambda turn: without_rank_1(turn, lambda rows: rows), whole_without_rank_1),
+    "an empty mask on a rank": (Two, an_empty_mask, whole_empty_mask),
+    "a second backward": (Two, a_second_backward, lambda model, data, mine: 2 * cross_entropy_of(model, data)),
+    "two forwards before one backward": (Two, two_forwards, whole_two_forwards),
+    "non-reentrant checkpointing": (Two, checkpointed, cross_entropy_of),
+}
 
 
-@kinds
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("turn", [0, 1])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_gradients_are_those_of_one_process(exact_store, mine, name, turn):
+    build, loss, whole = OBJECTIVES[name]
+    kind, mode = PAIRS[([*OBJECTIVES].index(name) + turn) % len(PAIRS)]
+    model = seeded(build, kind)
+    found = sharded_gradients(exact_store, model, lambda _, turn: loss(turn).backward(), mode=mode)
+    assert_same(found, whole_gradients(model, lambda model, data: whole(model, data, mine)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "context"), [("GCN", torch.no_grad), ("GAT", torch.inference_mode), ("max", torch.no_grad)]
+)
 def test_evaluation_between_steps(exact_store, kind, context):
     model = seeded(Two, kind)
     data = random_graph(torch.float64)
@@ -202,23 +187,12 @@ def test_evaluation_between_steps(exact_store, kind, context):
     assert_same(sharded_gradients(exact_store, model, objective), whole_gradients(model, cross_entropy_of))
 
 
-@pairs
-def test_non_reentrant_checkpointing(exact_store, kind, mode):
-    def objective(model, turn):
-        turn.loss(model(turn.x, turn.graph)).backward()
-
-    model = seeded(Two, kind, "non-reentrant")
-    expected = whole_gradients(seeded(Two, kind), cross_entropy_of)
-    assert_same(sharded_gradients(exact_store, model, objective, mode=mode), expected)
-
-
-@pytest.mark.parametrize("seconds", [2.5, pytest.param(58, marks=pytest.mark.long)])  # a wait may take 60
+@pytest.mark.parametrize("seconds", [1, pytest.param(58, marks=pytest.mark.long)])  # a wait may take 60
 def test_a_slow_rank_is_waited_for(store, seconds):
     assert train(store, fault(lambda turn: time.sleep(seconds))).results == train(store).results
 
 
-@pytest.mark.parametrize("model", ["GCN", "GAT"])
-@pytest.mark.parametrize("where", ["one rank", "all ranks"])
+@pytest.mark.parametrize(("model", "where"), [("GCN", "one rank"), ("GAT", "all ranks")])
 def test_nan_features_propagate(store, model, where):
     def step(turn: Turn):
         if turn.comm.rank == 1 or where == "all ranks":

@@ -45,16 +45,8 @@ def _weight(m: nn.Module, g: Any, i: Inputs) -> Tensor:
     return m(g, i["x"], edge_weight=i["edge_weight"])
 
 
-def _column(m: nn.Module, g: Any, i: Inputs) -> Tensor:
-    return m(g, i["x"], edge_weight=i["edge_weight"].unsqueeze(-1))
-
-
 def _attr(m: nn.Module, g: Any, i: Inputs) -> Tensor:
     return m(g, i["x"], i["edge_attr"])
-
-
-def _three_columns(m: nn.Module, g: Any, i: Inputs) -> Tensor:
-    return m(g, i["x"][:, :3], i["edge_attr"])
 
 
 def _pair(m: nn.Module, g: Any, i: Inputs) -> Tensor:
@@ -63,14 +55,6 @@ def _pair(m: nn.Module, g: Any, i: Inputs) -> Tensor:
 
 def _typed(m: nn.Module, g: Any, i: Inputs) -> Tensor:
     return m(g, i["x"], edges(TYPES, g))
-
-
-def _normed(m: nn.Module, g: Any, i: Inputs) -> Tensor:
-    return m(g, narrow(i), edges(TYPES, g), i["edge_weight"].unsqueeze(-1))
-
-
-def _presorted(m: nn.Module, g: Any, i: Inputs) -> Tensor:
-    return m(g, i["x"], edges(SORTED_TYPES, g), presorted=True)
 
 
 def _attention(m: nn.Module, g: Any, i: Inputs) -> Tensor:
@@ -102,52 +86,8 @@ def _initial(m: nn.Module, g: Any, i: Inputs) -> Tensor:
     return m(g, i["x"], i["x"].flip(1))
 
 
-def _initial_weight(m: nn.Module, g: Any, i: Inputs) -> Tensor:
-    return m(g, i["x"], i["x"].flip(1), edge_weight=i["edge_weight"])
-
-
-def _egnn(m: nn.Module, g: Any, i: Inputs) -> Tensor:
-    return torch.cat(m(g, i["x"], i["x"][:, 2:] + own(POSITIONS, g)), 1)
-
-
-def _egnn_attr(m: nn.Module, g: Any, i: Inputs) -> Tensor:
-    return torch.cat(m(g, i["x"], i["x"][:, 2:] + own(POSITIONS, g), i["edge_attr"]), 1)
-
-
 def _wide(m: nn.Module, g: Any, i: Inputs) -> Tensor:
     return m(g, wide(i))
-
-
-def _wide_attr(m: nn.Module, g: Any, i: Inputs) -> Tensor:
-    return m(g, wide(i), i["edge_attr"])
-
-
-def _reversible(m: nn.Module, g: Any, i: Inputs) -> Tensor:
-    return m(g, wide(i)) * 1.0  # DGL frees its output in backward
-
-
-def _reversible_edges(m: nn.Module, g: Any, i: Inputs) -> Tensor:
-    return m(g, wide(i), i["edge_attr"]) * 1.0
-
-
-def _directed(m: nn.Module, g: Any, i: Inputs) -> Tensor:
-    return m(g, wide(i), eig_vec=own(POSITIONS, g))
-
-
-def _hgt(m: nn.Module, g: Any, i: Inputs) -> Tensor:
-    return m(g, i["x"], own(NODE_TYPES, g), edges(TYPES, g))
-
-
-def _hgt_presorted(m: nn.Module, g: Any, i: Inputs) -> Tensor:
-    return m(g, i["x"], own(SORTED_NODE_TYPES, g), edges(SORTED_TYPES, g), presorted=True)
-
-
-def _distances(m: nn.Module, g: Any, i: Inputs) -> Tensor:
-    return rows(m(g, own(ATOMS, g), i["edge_weight"].unsqueeze(1))) + i["x"][:, :1]
-
-
-def _features(m: nn.Module, g: Any, i: Inputs) -> Tensor:
-    return rows(m(g, i["x"][:, :1], i["edge_weight"].unsqueeze(1)))
 
 
 def _labels(m: nn.Module, g: Any, i: Inputs) -> Tensor:
@@ -155,16 +95,8 @@ def _labels(m: nn.Module, g: Any, i: Inputs) -> Tensor:
     return m(g, own(LABELS, g), known).to(i["x"].dtype) + i["x"][:, :1]
 
 
-def _multi_labels(m: nn.Module, g: Any, i: Inputs) -> Tensor:
-    return m(g, own(torch.nn.functional.one_hot(LABELS), g)).to(i["x"].dtype) + i["x"][:, :1]
-
-
 def _norms(m: nn.Module, g: Any, i: Inputs) -> Tensor:
     return onto_nodes(m(g, i["edge_weight"]), g)
-
-
-def _external(m: nn.Module, g: Any, i: Inputs) -> Tensor:
-    return m.conv(g, i["x"], weight=m.basis()[1])
 
 
 class Bases(nn.Module):
@@ -230,7 +162,7 @@ CONVS: dict[str, Case] = {
     "GraphConv left": (lambda: dnn.GraphConv(5, 3, norm="left", activation=torch.tanh, **ZERO), _plain),
     "GraphConv weighted": (lambda: dnn.GraphConv(5, 6, **ZERO), _weight),
     "GraphConv weighted narrow": (lambda: dnn.GraphConv(5, 3, norm="none", **ZERO), _weight),
-    "GraphConv of WeightBasis": (Bases, _external),
+    "GraphConv of WeightBasis": (Bases, lambda m, g, i: m.conv(g, i["x"], weight=m.basis()[1])),
     **{f"SAGEConv {a}": (lambda a=a: dnn.SAGEConv(5, 6, a), _plain) for a in ("mean", "gcn", "pool", "lstm")},
     "SAGEConv mean narrow": (lambda: dnn.SAGEConv(5, 3, "mean", activation=torch.relu), _plain),
     "SAGEConv mean weighted": (lambda: dnn.SAGEConv(5, 6, "mean"), _weight),
@@ -256,9 +188,11 @@ CONVS: dict[str, Case] = {
         f"GINConv {a}": (lambda a=a: dnn.GINConv(nn.Linear(5, 6), a, learn_eps=True), _plain)
         for a in ("sum", "mean", "max")
     },
-    "GINConv max weighted": (lambda: dnn.GINConv(None, "max", init_eps=0.3), _column),
+    "GINConv max weighted": (lambda: dnn.GINConv(None, "max", init_eps=0.3),
+        lambda m, g, i: m(g, i["x"], edge_weight=i["edge_weight"].unsqueeze(-1))),
     "GINConv with BatchNorm": (lambda: dnn.GINConv(_batch_norms(), "sum"), _plain),
-    "GINEConv": (lambda: dnn.GINEConv(nn.Linear(3, 6), learn_eps=True), _three_columns),
+    "GINEConv": (lambda: dnn.GINEConv(nn.Linear(3, 6), learn_eps=True),
+        lambda m, g, i: m(g, i["x"][:, :3], i["edge_attr"])),
     "EdgeConv": (lambda: dnn.EdgeConv(5, 6, **ZERO), _plain),
     "EdgeConv with BatchNorm": (lambda: dnn.EdgeConv(5, 6, batch_norm=True, **ZERO), _plain),
     "EdgeConv evaluated": (lambda: dnn.EdgeConv(5, 6, batch_norm=True, **ZERO).eval(), _plain),
@@ -275,7 +209,8 @@ CONVS: dict[str, Case] = {
     "TAGConv weighted": (lambda: dnn.TAGConv(5, 6, 2), _weight),
     "GCN2Conv": (lambda: dnn.GCN2Conv(5, 2, 0.3, 0.5, **ZERO), _initial),
     "GCN2Conv two weights": (lambda: dnn.GCN2Conv(5, 2, project_initial_features=False, **ZERO), _initial),
-    "GCN2Conv weighted": (lambda: dnn.GCN2Conv(5, 1, activation=torch.tanh, **ZERO), _initial_weight),
+    "GCN2Conv weighted": (lambda: dnn.GCN2Conv(5, 1, activation=torch.tanh, **ZERO),
+        lambda m, g, i: m(g, i["x"], i["x"].flip(1), edge_weight=i["edge_weight"])),
     "ChebConv": (lambda: dnn.ChebConv(5, 6, 3), _plain),
     "ChebConv lambda_max": (lambda: dnn.ChebConv(5, 6, 3), lambda m, g, i: m(g, i["x"], torch.tensor([1.7]))),
     "ChebConv lambda_max list": (lambda: dnn.ChebConv(5, 6, 2), lambda m, g, i: m(g, i["x"], [1.7])),
@@ -297,27 +232,40 @@ CONVS: dict[str, Case] = {
     ),
     "RelGraphConv": (lambda: dnn.RelGraphConv(5, 6, 3), _typed),
     "RelGraphConv basis": (lambda: dnn.RelGraphConv(5, 6, 3, "basis", 2, self_loop=False), _typed),
-    "RelGraphConv bdd": (lambda: dnn.RelGraphConv(4, 6, 3, "bdd", 2, layer_norm=True), _normed),
-    "RelGraphConv presorted": (lambda: dnn.RelGraphConv(5, 6, 3, "basis", 2), _presorted),
-    "HGTConv": (lambda: dnn.HGTConv(5, 4, 2, 2, 3, dropout=0.0, use_norm=True), _hgt),
-    "HGTConv presorted": (lambda: dnn.HGTConv(5, 4, 2, 2, 3, dropout=0.0), _hgt_presorted),
-    "EGNNConv": (lambda: dnn.EGNNConv(5, 6, 4), _egnn),
-    "EGNNConv edges": (lambda: dnn.EGNNConv(5, 6, 4, 3), _egnn_attr),
+    "RelGraphConv bdd": (lambda: dnn.RelGraphConv(4, 6, 3, "bdd", 2, layer_norm=True),
+        lambda m, g, i: m(g, narrow(i), edges(TYPES, g), i["edge_weight"].unsqueeze(-1))),
+    "RelGraphConv presorted": (lambda: dnn.RelGraphConv(5, 6, 3, "basis", 2),
+        lambda m, g, i: m(g, i["x"], edges(SORTED_TYPES, g), presorted=True)),
+    "HGTConv": (lambda: dnn.HGTConv(5, 4, 2, 2, 3, dropout=0.0, use_norm=True),
+        lambda m, g, i: m(g, i["x"], own(NODE_TYPES, g), edges(TYPES, g))),
+    "HGTConv presorted": (lambda: dnn.HGTConv(5, 4, 2, 2, 3, dropout=0.0),
+        lambda m, g, i: m(g, i["x"], own(SORTED_NODE_TYPES, g), edges(SORTED_TYPES, g), presorted=True)),
+    "EGNNConv": (lambda: dnn.EGNNConv(5, 6, 4),
+        lambda m, g, i: torch.cat(m(g, i["x"], i["x"][:, 2:] + own(POSITIONS, g)), 1)),
+    "EGNNConv edges": (lambda: dnn.EGNNConv(5, 6, 4, 3),
+        lambda m, g, i: torch.cat(m(g, i["x"], i["x"][:, 2:] + own(POSITIONS, g), i["edge_attr"]), 1)),
     "PNAConv": (lambda: dnn.PNAConv(6, 6, _moments(), _SCALERS, 2.5, num_towers=2), _wide),
-    "PNAConv edges": (lambda: dnn.PNAConv(6, 4, ["mean", "max"], _SCALERS, 2.5, edge_feat_size=3), _wide_attr),
+    "PNAConv edges": (lambda: dnn.PNAConv(6, 4, ["mean", "max"], _SCALERS, 2.5, edge_feat_size=3),
+        lambda m, g, i: m(g, wide(i), i["edge_attr"])),
     "PNAConv evaluated": (lambda: dnn.PNAConv(6, 6, [*_moments(), "moment3"], ["identity"], 2.5).eval(), _wide),
     "DGNConv": (
-        lambda: dnn.DGNConv(6, 6, ["dir1-av", "dir2-dx", "sum", "max"], _SCALERS, 2.5, num_towers=2), _directed,
+        lambda: dnn.DGNConv(6, 6, ["dir1-av", "dir2-dx", "sum", "max"], _SCALERS, 2.5, num_towers=2),
+        lambda m, g, i: m(g, wide(i), eig_vec=own(POSITIONS, g)),
     ),
-    "AtomicConv": (lambda: dnn.AtomicConv(*_RADII, features_to_use=torch.tensor([6.0, 8.0])), _distances),
-    "AtomicConv features": (lambda: dnn.AtomicConv(*_RADII), _features),
+    "AtomicConv": (lambda: dnn.AtomicConv(*_RADII, features_to_use=torch.tensor([6.0, 8.0])),
+        lambda m, g, i: rows(m(g, own(ATOMS, g), i["edge_weight"].unsqueeze(1))) + i["x"][:, :1]),
+    "AtomicConv features": (lambda: dnn.AtomicConv(*_RADII),
+        lambda m, g, i: rows(m(g, i["x"][:, :1], i["edge_weight"].unsqueeze(1)))),
     "LabelPropagation": (lambda: dnn.LabelPropagation(3, 0.5), _labels),
     "LabelPropagation reset": (lambda: dnn.LabelPropagation(3, 0.5, "row", normalize=True, reset=True), _labels),
-    "LabelPropagation multi-label": (lambda: dnn.LabelPropagation(2, 0.5, clamp=False), _multi_labels),
+    "LabelPropagation multi-label": (lambda: dnn.LabelPropagation(2, 0.5, clamp=False),
+        lambda m, g, i: m(g, own(torch.nn.functional.one_hot(LABELS), g)).to(i["x"].dtype) + i["x"][:, :1]),
     **{f"JumpingKnowledge {mode}": (lambda mode=mode: Jumping(mode), _plain) for mode in ("cat", "max", "lstm")},
     "Sequential": (lambda: dnn.Sequential(dnn.GraphConv(5, 6, **ZERO), dnn.GATConv(6, 4, 2, **ZERO)), _plain),
-    "GroupRevRes": (lambda: dnn.GroupRevRes(dnn.GraphConv(3, 3, **ZERO), 2), _reversible),
-    "GroupRevRes edges": (lambda: dnn.GroupRevRes(_Weighted(), 3), _reversible_edges),
+    # DGL frees the output of the next two in backward
+    "GroupRevRes": (lambda: dnn.GroupRevRes(dnn.GraphConv(3, 3, **ZERO), 2), lambda m, g, i: m(g, wide(i)) * 1.0),
+    "GroupRevRes edges": (lambda: dnn.GroupRevRes(_Weighted(), 3),
+        lambda m, g, i: m(g, wide(i), i["edge_attr"]) * 1.0),
     "EdgePredictor": (lambda: Scores(dnn.EdgePredictor("cos", 4, 3), typed=False), _plain),
     "TransE": (lambda: Scores(dnn.TransE(3, 4)), _plain),
     "TransR": (lambda: Scores(dnn.TransR(3, 2, 4)), _plain),

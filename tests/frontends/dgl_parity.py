@@ -60,6 +60,14 @@ def dgl_graph(edges: Any, num_nodes: int = GRAPH.num_nodes) -> Any:
     return dgl.graph((edges[0], edges[1]), num_nodes=num_nodes)
 
 
+def whole_graph(graph: WholeGraph = GRAPH) -> Any:
+    """A DGLGraph of the whole graph, with its fields."""
+    g = dgl_graph(graph.edge_index, graph.num_nodes)
+    g.ndata.update(graph.node)
+    g.edata.update(graph.edge)
+    return g
+
+
 def caller(call: Call, num_nodes: int = GRAPH.num_nodes) -> Caller:
     """`call` as the parity check wants it."""
     return lambda model, inputs, edges: call(model, dgl_graph(edges, num_nodes), inputs)

@@ -23,7 +23,7 @@ from shardpass.frontends.dgl.closed import ClosedMemberError, advice_for
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
 from shardpass.testing import assignments, run, shard_in_memory
 
-from .dgl_parity import GRAPH, float64  # noqa: F401
+from .dgl_parity import GRAPH, float64, whole_graph  # noqa: F401
 from .test_dgl_graph import sharded
 
 RANDOM = assignments(GRAPH.num_nodes, 3, GRAPH.edge_index)["random"]
@@ -259,10 +259,7 @@ LOCAL = {
 @pytest.mark.parametrize("name", LOCAL)
 def test_what_is_exact_on_a_sharded_graph(name):
     """It needs in-edges only, or is written with message passing."""
-    whole = dgl.graph(tuple(GRAPH.edge_index), num_nodes=GRAPH.num_nodes)
-    whole.ndata["x"] = GRAPH.node["x"]
-    whole.edata.update(GRAPH.edge)
-    expected = LOCAL[name](whole)
+    expected = LOCAL[name](whole_graph())
 
     def work(g, comm):
         found = LOCAL[name](g)

@@ -15,7 +15,6 @@ from torch import nn
 import shardpass as sp
 from shardpass.errors import RefusedError
 from shardpass.testing import (
-    WholeGraph,
     WholeHeteroGraph,
     awkward_hetero_graph,
     cotangent,
@@ -26,7 +25,7 @@ from shardpass.testing import (
 
 from .dgl_cases import ZERO
 from .dgl_parity import BOUND, assert_dgl_exact, float64  # noqa: F401
-from .how_much import EACH_MODE_ONCE, assert_exact_in, in_turn
+from .how_much import assert_exact_in, in_turn
 
 _MADE = awkward_hetero_graph(channels=5, edge_channels=3)
 
@@ -243,9 +242,8 @@ CASES = {
 
 
 SOME_CASES = (
-    "GraphConv sum", "GraphConv min", "SAGEConv stack", "SAGEConv weighted", "GATConv", "mixed", "own aggregate",
-    "multi_update_all sum", "multi_update_all max", "multi_update_all stack", "multi_update_all of minima",
-    "multi_update_all own", "apply functions by type min", "apply functions by type stack", "extrema without edges",
+    "GraphConv min", "SAGEConv weighted", "GATConv", "mixed", "own aggregate", "multi_update_all stack",
+    "multi_update_all of minima", "multi_update_all own", "apply functions by type min", "extrema without edges",
     "functions of users", "one type", "apply_edges over all types", "update_all over all types",
     "update_all over all types, extrema", "HeteroLinear HeteroEmbedding",
 )  # fmt: skip
@@ -264,35 +262,6 @@ def test_several_types_equal_the_whole_graph(name, ranks, modes):
     make, call = CASES[name]
     torch.manual_seed(0)
     assert_exact_in(modes, make().double(), graph_of(name), call, sp.dgl.wrap, ranks, sp.Options(chunk_bytes=1000))
-
-
-def homogeneous():
-    """The typed graph as one of one type: node and edge types are fields, nodes and edges sorted by them."""
-    offsets, total = {}, 0
-    for kind, count in GRAPH.num_nodes.items():
-        offsets[kind], total = total, total + count
-    ends = [ends + torch.tensor([[offsets[kind[0]]], [offsets[kind[2]]]]) for kind, ends in GRAPH.edges.items()]
-    types = [torch.full((rows.size(1),), place) for place, rows in enumerate(ends)]
-    kinds = [torch.full((count,), place) for place, count in enumerate(GRAPH.num_nodes.values())]
-    x = torch.cat([fields["x"] for fields in GRAPH.node.values()])
-    return WholeGraph(total, torch.cat(ends, 1), {"x": x, "kind": torch.cat(kinds)}, {"type": torch.cat(types)})
-
-
-FLAT = {
-    "RelGraphConv": (lambda: dnn.RelGraphConv(5, 4, len(ETYPES), "basis", 2), ("type",)),
-    "HGTConv": (lambda: dnn.HGTConv(5, 2, 2, 3, len(ETYPES), dropout=0.0, use_norm=True), ("kind", "type")),
-}
-
-
-@pytest.mark.parametrize("presorted", [False, True])
-@pytest.mark.parametrize("name", FLAT)
-def test_typed_layers_on_the_graph_turned_homogeneous(name, presorted):
-    make, names = FLAT[name]
-
-    def call(m, g, i):
-        return m(g, i["x"], *(i[field] for field in names), presorted=presorted)
-
-    assert_dgl_exact((make, call), homogeneous(), modes=EACH_MODE_ONCE)
 
 
 class TwoHetero(nn.Module):
@@ -342,7 +311,9 @@ def test_typed_blocks_give_what_dgls_give(ranks):
         grads = {kind: torch.zeros_like(rows) if rows.grad is None else rows.grad for kind, rows in own.items()}
         return found, ids, grads, [p.grad if p.grad is not None else p.detach() * 0 for p in wrapped.parameters()]
 
-    for owners in hetero_assignments(GRAPH, ranks).values():
+    for where, owners in hetero_assignments(GRAPH, ranks).items():
+        if ranks == 3 and where != "types apart":
+            continue
         results = run(work, ranks, args=(owners,))
         for kind, rows in out.items():
             expected = torch.zeros_like(weights[kind])

@@ -21,7 +21,8 @@ from torch import nn
 import shardpass as sp
 from shardpass.testing import WholeGraph, run, shard_in_memory
 
-from .dgl_parity import float64  # noqa: F401
+from .dgl_parity import float64, whole_graph  # noqa: F401
+from .how_much import one_each
 from .on_ranks import RANKS, assert_refused, assert_rows, on_ranks
 
 N, STEPS = 24, (1, 5, 7)
@@ -79,10 +80,7 @@ def outside(function):
 
 def whole(function):
     """What `function` gives on the whole graph."""
-    g = dgl.graph(tuple(GRAPH.edge_index), num_nodes=N)
-    g.ndata.update(GRAPH.node)
-    g.edata.update(GRAPH.edge)
-    return Model(function)(g, GRAPH.node["x"])
+    return Model(function)(whole_graph(GRAPH), GRAPH.node["x"])
 
 
 def summed(g, message):
@@ -164,8 +162,7 @@ BY_NUMBER = {
 }
 
 
-@pytest.mark.parametrize("place", [in_model, outside])
-@pytest.mark.parametrize("name", BY_NUMBER)
+@pytest.mark.parametrize(("name", "place"), one_each(BY_NUMBER, [in_model, outside]))
 def test_ids_of_the_users_order_are_refused(name, place):
     line = {"some_nodes": "g.apply_nodes", "some_edges": "g.apply_edges"}.get(name.split("(")[0], name)
     assert_refused(place(BY_NUMBER[name]), line, "number")
@@ -186,8 +183,7 @@ MIXED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("place", [in_model, outside])
-@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize(("name", "place"), one_each(MIXED, [in_model, outside]))
 def test_functions_that_mix_rows_are_refused(name, place):
     assert_refused(place(MIXED[name]), name)
 

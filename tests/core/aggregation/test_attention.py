@@ -63,19 +63,21 @@ def by_source(shard, most):
         yield EdgeRun(indptr, chunk, src[span], dst[span], position[span])
 
 
-@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 2e-5)], ids=str)
-@pytest.mark.parametrize("most", [1, 7, 1000])
-@pytest.mark.parametrize("drops", [False, True])
-def test_loops_equal_a_dense_softmax(loops, most, drops, dtype, bound):
-    equal_a_dense_softmax(most, drops, dtype, bound, "cpu")
+@pytest.mark.parametrize("most, drops, is_double", [
+    (1, True, True), (7, False, True), (1000, True, True), (1, False, False), (7, True, False), (1000, False, False),
+])  # fmt: skip
+def test_loops_equal_a_dense_softmax(loops, most, drops, is_double):
+    dtype, bound = (torch.float64, 1e-12) if is_double else (torch.float32, 2e-5)
+    equal_a_dense_softmax(400, most, drops, dtype, bound, "cpu")
 
 
 def test_triton_equals_a_dense_softmax(triton_device):
-    equal_a_dense_softmax(150, True, torch.float64, 1e-12, triton_device)
+    """In chunks; test_triton_matrix.py has the shapes and dtypes."""
+    equal_a_dense_softmax(90, 40, True, torch.float64, 1e-12, triton_device)
 
 
-def equal_a_dense_softmax(most, drops, dtype, bound, device):
-    src, dst, parts = shards(device=device)
+def equal_a_dense_softmax(num_edges, most, drops, dtype, bound, device):
+    src, dst, parts = shards(num_edges, device)
     values = numbers(2 * BLOCK_ROWS, HEADS, WIDTH, seed=1).to(device).requires_grad_()
     scores = (5 * numbers(src.numel(), HEADS, seed=2)).to(device).requires_grad_()
     edges = torch.arange(src.numel(), device=device)
@@ -268,26 +270,32 @@ def test_what_is_an_attention(name, monkeypatch):
     seen = []
     general = results(body, 2, sp.Options(fuse_attention=False), seen)
     assert seen == [None, None]
-    for use in (use_torch, use_numba) if is_attention else (use_torch,):  # nothing else runs in these loops
+    number = [*BODIES].index(name)
+    turns = ((use_torch, number), (use_numba, number + 1)) if is_attention else ((use_torch, number),)
+    for use, turn in turns:  # nothing else runs in these loops
         with monkeypatch.context() as patch:
             use(patch)
-            found = equals_the_general_path(body, general, 3 if is_attention and use is use_torch else 2)
+            found = equals_the_general_path(body, general, turn % 3)
         assert {attention is not None for attention in found} == {is_attention}
         if is_attention:
             assert {type(attention.score) for attention in found} == {closed or type(None)}
 
 
-def equals_the_general_path(body, general, many):
-    """The attentions that were recognised, in runs of so `many` options whose results equal those of `general`."""
-    seen = []
-    small = sp.Options(mode="keep", chunk_bytes=64), sp.Options(chunk_bytes=1, block_rows=3)
-    owned = assignments(GRAPH.num_nodes, 3, GRAPH.edge_index)
-    for options, owners in [*zip((sp.Options(), *small), owned)][:many]:
-        found = results(body, 3, options, seen, owners)
-        for key in found.keys() | general.keys():  # no gradient is as good as zeros
-            like = (found | general)[key]
-            mine, right = found.get(key, torch.zeros_like(like)), general.get(key, torch.zeros_like(like))
-            torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-11, msg=lambda m, key=key: f"{key}: {m}")
+RUNS = (
+    (sp.Options(), "random"),
+    (sp.Options(mode="keep", chunk_bytes=64), "empty part"),
+    (sp.Options(chunk_bytes=1, block_rows=3), "no edges"),
+)
+
+
+def equals_the_general_path(body, general, turn):
+    """The attentions that were recognised, in one of `RUNS`, whose results equal those of `general`."""
+    seen, (options, owners) = [], RUNS[turn]
+    found = results(body, 3, options, seen, owners)
+    for key in found.keys() | general.keys():  # no gradient is as good as zeros
+        like = (found | general)[key]
+        mine, right = found.get(key, torch.zeros_like(like)), general.get(key, torch.zeros_like(like))
+        torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-11, msg=lambda m, key=key: f"{key}: {m}")
     return seen
 
 

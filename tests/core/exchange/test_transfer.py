@@ -4,26 +4,13 @@ import re
 
 import pytest
 import torch
+from four_ranks import SOURCES, numbering, plan_of
 
 from shardpass.core.exchange import build_halo_plan, halo_fetch, scatter_to_owners
 from shardpass.core.ranks import Options
 from shardpass.core.sharding import Ownership
 from shardpass.errors import DivergenceError, RefusedError
 from shardpass.testing import run
-
-SOURCES = Ownership.from_counts([4, 0, 6, 3])
-IDS = [[5, 11, 9, 12, 5], [0, 3, 4, 10, 11, 2], [], [0, 6, 7, 8, 9]]
-
-
-def plan_of(comm, **options):
-    ids = torch.tensor(IDS[comm.rank] if comm.size == 4 else [], dtype=torch.int64)
-    sources = SOURCES if comm.size == 4 else Ownership.from_counts([5] * comm.size)
-    return build_halo_plan(comm, sources, ids, 2, Options(**options))[0]
-
-
-def numbering(rank):
-    own = list(range(SOURCES.offsets[rank], SOURCES.offsets[rank + 1]))
-    return own + sorted({i for i in IDS[rank] if i not in own})
 
 
 def numbers(comm, rows, tail=(3,), seed=0):
@@ -159,7 +146,7 @@ def test_no_grad(comm):
 
 @pytest.mark.ranks(1)
 def test_one_rank_needs_no_call(comm):
-    plan = plan_of(comm)
+    plan = build_halo_plan(comm, Ownership.from_counts([5]), torch.arange(0), 2, Options())[0]
     x = numbers(comm, 5)
     calls = comm.calls
     assert halo_fetch(x, plan, "f") is x and scatter_to_owners(x, plan, "p") is x and comm.calls == calls

@@ -7,17 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from four_ranks import SOURCES, numbering, plan_of, return_all
 
 from shardpass.backends import RecordingCommunicator
-from shardpass.core.exchange import GradientReturn, Packing, WalkId, build_halo_plan, fetch_blocks, walk
+from shardpass.core.exchange import GradientReturn, Packing, WalkId, fetch_blocks, walk
 from shardpass.core.exchange.packing import message_buffer
-from shardpass.core.ranks import Options, Ranks
-from shardpass.core.sharding import Ownership
+from shardpass.core.ranks import Ranks
 from shardpass.errors import CommunicationError, InternalError
 from shardpass.testing import run
 
-SOURCES = Ownership.from_counts([5, 0, 7, 3])
-IDS = [[0, 6, 11, 14, 6], [1, 4, 5, 12, 13, 2, 3], [], [0, 7, 8, 9, 10]]  # what each rank needs
 DTYPES = [torch.bool, torch.float64, torch.uint8, torch.bfloat16, torch.int64, torch.float32, torch.float16]
 
 
@@ -48,11 +46,6 @@ class Counting(RecordingCommunicator):
         return Waited()
 
 
-def plan_of(comm, **options):
-    ids = torch.tensor(IDS[comm.rank], dtype=torch.int64)
-    return build_halo_plan(comm, SOURCES, ids, 2, Options(**options))[0]
-
-
 def table(dtype, width, seed):
     """One row per node of the whole graph, all rows different."""
     count = SOURCES.num_total
@@ -70,14 +63,8 @@ def own(comm, tensors):
     return [t[first:last] for t in tensors]
 
 
-def global_ids(plan, comm):
-    """The node of each source row."""
-    mine = list(range(SOURCES.offsets[comm.rank], SOURCES.offsets[comm.rank + 1]))
-    return mine + sorted({i for i in IDS[comm.rank] if i not in mine})
-
-
-OPTIONS = [{"mode": mode, "block_rows": rows, "prefetch": ahead} for mode in ("sar", "halo")
-           for rows in (None, 1, 2) for ahead in (0, 1, 3)]  # fmt: skip
+OPTIONS = [{"mode": ("sar", "halo")[i % 2], "block_rows": rows, "prefetch": ahead}
+           for i, (rows, ahead) in enumerate(itertools.product((None, 1, 2), (0, 1, 3)))]  # fmt: skip
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -85,7 +72,7 @@ OPTIONS = [{"mode": mode, "block_rows": rows, "prefetch": ahead} for mode in ("s
 def test_several_tensors_of_different_dtypes(comm, options):
     whole = tables()
     plan = plan_of(comm, **options)
-    ids, seen = global_ids(plan, comm), []
+    ids, seen = numbering(comm.rank), []
     for position, block, rows in fetch_blocks(plan, own(comm, whole), WalkId(1, 0, "test")):
         assert block == plan.blocks[position] and len(rows) == len(whole)
         for found, tensor in zip(rows, whole):
@@ -102,7 +89,7 @@ def test_rows_stay_valid_as_long_as_promised(comm, keep, ahead):
     """Kept rows for ever; others until the next step, while later messages arrive as early as they can."""
     whole = [table(torch.float64, (3,), 0)]
     plan = plan_of(comm, block_rows=1, prefetch=ahead)
-    ids, held, storages = global_ids(plan, comm), [], set()
+    ids, held, storages = numbering(comm.rank), [], set()
     for _, block, (rows,) in fetch_blocks(plan, own(comm, whole), WalkId(1, 0, "test"), keep=keep):
         comm.barrier()  # everything that is posted may have arrived
         assert torch.equal(rows, whole[0][ids[block.start : block.stop]])
@@ -173,11 +160,7 @@ def test_bytes_on_the_wire(comm, options):
         plan = plan_of(comm, **options, wire_dtype=wire)
         del comm.inner.messages[:]
         into = torch.zeros(SOURCES.num_own(comm.rank), 3)
-        back = GradientReturn(plan, [into], WalkId(1, 1, "back"))
-        for position in range(1, len(plan.blocks)):
-            back.buffers(position)[0].fill_(1 / 3)
-            back.send(position)
-        back.finish()
+        return_all(plan, [into], WalkId(1, 1, "back"), lambda buffer: buffer.fill_(1 / 3))
         rounds = {f"back, round {k}" for k in range(len(plan.schedule.rounds))}
         assert {m.label for m in comm.inner.messages} <= rounds
         sizes = {kind: sum(m.num_bytes for m in comm.inner.messages if m.kind == kind) for kind in ("send", "recv")}
@@ -198,11 +181,7 @@ def test_a_profile_names_the_rounds(monkeypatch):
         ranks[get_ident()] = comm.rank
         plan = plan_of(comm)
         list(fetch_blocks(plan, own(comm, tables()), WalkId(1, 0, "there")))
-        back = GradientReturn(plan, [torch.zeros(SOURCES.num_own(comm.rank), 3)], WalkId(1, 1, "back"))
-        for position in range(1, len(plan.blocks)):
-            back.buffers(position)
-            back.send(position)
-        back.finish()
+        return_all(plan, [torch.zeros(SOURCES.num_own(comm.rank), 3)], WalkId(1, 1, "back"))
 
     run(work, 4)
     blocks = [f"{what} block {k} (there)" for k in (1, 2, 3) for what in ("wait for", "compute")]
@@ -246,11 +225,11 @@ def returned(comm, plan, dtype=torch.float32, pause=False):
     return start, sent, into[0]
 
 
-@pytest.mark.parametrize("options", OPTIONS[:9], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_gradients_return_to_their_owners(options):
     def work(comm):
         plan = plan_of(comm, **options)
-        return (*returned(comm, plan, torch.float64), global_ids(plan, comm))
+        return (*returned(comm, plan, torch.float64), numbering(comm.rank))
 
     results = run(work, 4)
     expected = torch.cat([r[0] for r in results])

@@ -4,17 +4,16 @@ from time import sleep
 
 import pytest
 import torch
+from four_ranks import IDS, SOURCES, plan_of, return_all
 
 from shardpass.backends import RecordingCommunicator
-from shardpass.core.exchange import GradientReturn, WalkId, WindowPool, build_halo_plan, fetch_blocks
+from shardpass.core.exchange import GradientReturn, WalkId, WindowPool, fetch_blocks
 from shardpass.core.exchange.windows import take_window
-from shardpass.core.ranks import Options, Ranks
-from shardpass.core.sharding import Ownership, PlacedRows
+from shardpass.core.ranks import Ranks
+from shardpass.core.sharding import PlacedRows
 from shardpass.errors import CommunicationError, DivergenceError
 from shardpass.testing import run
 
-SOURCES = Ownership.from_counts([5, 0, 7, 3])
-IDS = [[0, 6, 11, 14, 6], [1, 4, 5, 12, 13, 2, 3], [], [0, 7, 8, 9, 10]]  # what each rank needs
 HOSTS = {"one host": (0, 0, 0, 0), "two hosts": (0, 1, 0, 1), "three hosts": (0, 1, 1, 2)}
 
 OPTIONS = [
@@ -31,11 +30,6 @@ def sharing(comm, hosts=(0, 0, 0, 0)):
     comm.inner.shares_memory = True
     comm.inner.local_ranks = tuple(rank for rank in range(comm.size) if hosts[rank] == hosts[comm.rank])
     return comm
-
-
-def plan_of(comm, **options):
-    ids = torch.tensor(IDS[comm.rank], dtype=torch.int64)
-    return build_halo_plan(comm, SOURCES, ids, 2, Options(**options))[0]
 
 
 def rows_of(comm, call):
@@ -66,8 +60,13 @@ def walks(comm, plan, calls, slow=None):
     return found
 
 
-@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def in_turn(first):
+    """Each of `OPTIONS` with one of `HOSTS`, beginning with the host of the number `first`."""
+    hosts = [*HOSTS.values()]
+    return [pytest.param(options, hosts[(i + first) % 3], id=str(options)) for i, options in enumerate(OPTIONS)]
+
+
+@pytest.mark.parametrize(("options", "hosts"), in_turn(0))
 @pytest.mark.ranks(4)
 def test_the_numbers_of_messages_to_the_bit(comm, options, hosts):
     by_message = walks(comm, plan_of(comm, **options), (1, 2, 3))
@@ -78,8 +77,7 @@ def test_the_numbers_of_messages_to_the_bit(comm, options, hosts):
     assert all(torch.equal(a, b) for a, b in zip(by_message, shared, strict=True))
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
+@pytest.mark.parametrize(("options", "hosts"), [*in_turn(0), *in_turn(2)])
 def test_rows_may_be_used_where_they_lie(hosts, options):
     """With `placed`, rows of the same host are a table and places in it, but where they are kept or converted."""
 
@@ -134,11 +132,7 @@ def test_tokens_instead_of_rows(comm):
     del comm.inner.messages[:]
     peers = sum(len(rows) > 0 for rows in plan.send_rows)
     owners = sum(block.num_rows > 0 for block in plan.blocks[1:])
-    back = GradientReturn(plan, [torch.zeros(SOURCES.num_own(comm.rank), 100)], WalkId(2, 0, "back"))
-    for position in range(1, len(plan.blocks)):
-        back.buffers(position)
-        back.send(position)
-    back.finish()
+    return_all(plan, [torch.zeros(SOURCES.num_own(comm.rank), 100)], WalkId(2, 0, "back"))
     awaited = [m.peer for m in comm.inner.messages if m.kind == "recv" and m.label.endswith("has read")]
     assert sorted(awaited) == sorted(block.owner for block in plan.blocks[1:] if block.num_rows)
     sent = [m for m in comm.inner.messages if m.kind == "send"]
@@ -148,8 +142,7 @@ def test_tokens_instead_of_rows(comm):
     assert sum(label == f"back, rank {comm.rank} has read" for label in returned) == peers
 
 
-@pytest.mark.parametrize("hosts", [*HOSTS.values(), (0, 1, 2, 3)], ids=[*HOSTS, "four hosts"])
-@pytest.mark.parametrize("block_rows", [None, 2])
+@pytest.mark.parametrize(("hosts", "block_rows"), zip([*HOSTS.values(), (0, 1, 2, 3)], [None, 2, None, 2]))
 def test_which_rows_are_shared(hosts, block_rows):
     """Those that ranks of the same host need, and no others."""
 

@@ -127,6 +127,7 @@ def test_what_ranks_may_add_up(program):
     assert found == SUMS[program]
 
 
+@pytest.mark.long  # it looks up every operation that torch has
 def test_most_operations_have_a_verdict(capsys):
     counts = {"pointwise": 0, "a rule": 0, "a decomposition": 0, "refused by name": 0}
     for name in dir(torch.ops.aten):

@@ -139,10 +139,10 @@ def check(case, most, bound, monkeypatch, threads=1):
         torch.testing.assert_close(mine.double(), theirs, rtol=bound, atol=bound)
 
 
-@pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("heads, width", [(1, 3), (3, 5), (4, 32)])
 @pytest.mark.parametrize("name", FORMS)
-def test_at_once_equals_in_steps(name, heads, width, drops, monkeypatch):
+def test_at_once_equals_in_steps(name, heads, width, monkeypatch):
+    drops = (heads + [*FORMS].index(name)) % 2 == 0
     check(Case(FORMS[name], heads, width, torch.float64, drops), 10_000, 1e-11, monkeypatch)
 
 
@@ -214,19 +214,17 @@ def test_infinite_and_undefined_scores(dtype):
 
 
 @pytest.mark.parametrize(
-    "heads, width, drops, most, dtype, bound, names",
+    "heads, width, drops, most, names",
     [
-        (2, 5, True, 100, torch.float64, 1e-11, "additive dot mixed"),
-        (1, 3, False, 10_000, torch.float64, 1e-11, "steep relu"),
-        (1, 40, False, 10_000, torch.float32, 2e-4, "mixed"),
-        (2, 0, False, 10_000, torch.float64, 1e-11, "additive dot"),
+        (2, 5, True, 100, "additive dot mixed"),
+        (1, 3, False, 10_000, "steep relu"),
     ],
-    ids=str,
 )
-def test_triton_equals_in_steps(triton_device, heads, width, drops, most, dtype, bound, names, monkeypatch):
+def test_triton_equals_in_steps(triton_device, heads, width, drops, most, names, monkeypatch):
+    """In chunks, and with slopes that test_triton_matrix.py has not."""
     for name in names.split():
-        case = Case(FORMS[name], heads, width, dtype, drops, Size(160, 12, 9, triton_device))
-        check(case, most, bound, monkeypatch)
+        case = Case(FORMS[name], heads, width, torch.float64, drops, Size(160, 12, 9, triton_device))
+        check(case, most, 1e-11, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["additive", "mixed"])

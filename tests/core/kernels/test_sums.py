@@ -37,12 +37,12 @@ def bound(dtype):
     return {torch.float64: 1e-12, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.4}[dtype]
 
 
-@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("tail", TAILS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gather_sum(dtype, tail, weighted):
+def test_gather_sum(dtype, tail):
     shard = random_shard()[1]
-    weight = numbers((shard.num_edges,), dtype, 2) if weighted else None
+    is_weighted = (DTYPES.index(dtype) + TAILS.index(tail)) % 2
+    weight = numbers((shard.num_edges,), dtype, 2) if is_weighted else None
     wide = torch.float32 if dtype.itemsize == 2 else dtype
     for transposed in (False, True):
         count, into = (NUM_DST, BLOCK_ROWS) if transposed else (BLOCK_ROWS, NUM_DST)
@@ -180,7 +180,7 @@ def test_a_weight_for_each_head(dtype, bound, loops, fresh, monkeypatch):
     torch.testing.assert_close(found, right, rtol=bound, atol=bound)
 
 
-# ---- Triton's kernels, on a GPU or interpreted: few rows, since the interpreter takes a millisecond for each
+# ---- Triton's kernels, on a GPU or interpreted: what test_triton_matrix.py has not
 
 
 def small_shard(device, index_dtype=torch.int32):
@@ -196,12 +196,7 @@ def small_shard(device, index_dtype=torch.int32):
 @pytest.mark.parametrize(
     "dtype, tail, heads, index",
     [
-        (torch.float64, (2, 3), None, torch.int32),
-        (torch.float64, (2, 3), 1, torch.int64),
-        (torch.float64, (2, 3), 2, torch.int32),
-        (torch.float32, (130,), 1, torch.int32),  # more than a block of channels
-        (torch.float32, (3, 1), 3, torch.int64),
-        (torch.bfloat16, (5,), 1, torch.int32),
+        (torch.float64, (2, 3), 2, torch.int64),
         (torch.float16, (), None, torch.int32),
     ],
     ids=str,
@@ -222,19 +217,11 @@ def test_sums_of_triton(triton_device, dtype, tail, heads, index):
             torch.testing.assert_close(out.double(), right, rtol=bound(wide), atol=bound(wide))
 
 
-@pytest.mark.parametrize(
-    "tail, heads, dtype",
-    [((5,), 1, torch.float64), ((3, 130), 3, torch.float32), ((4,), 4, torch.bfloat16), ((), 1, torch.float64)],
-    ids=str,
-)
-def test_edge_dots_of_triton(triton_device, tail, heads, dtype):
+def test_edge_dots_of_triton_of_one_number_per_node(triton_device):
     shard = small_shard(triton_device)
-    rows, grad = numbers((8, *tail), dtype).to(triton_device), numbers((7, *tail), dtype, 4).to(triton_device)
-    found = kernels.edge_dot(shard, rows, grad, 7, heads)
-    right = rows.double()[shard.src_rows.long()] * grad.double()[shard.dst_rows()]
-    right = right.reshape(shard.num_edges, heads, -1).sum(-1)
-    assert found.dtype == dtype and found.shape == ((shard.num_edges, heads) if heads > 1 else (shard.num_edges,))
-    torch.testing.assert_close(found.double().view_as(right), right, rtol=bound(dtype), atol=bound(dtype))
+    rows, grad = (numbers((count,), torch.float64, count).to(triton_device) for count in (8, 7))
+    found = kernels.edge_dot(shard, rows, grad, 7, 1)
+    torch.testing.assert_close(found, rows[shard.src_rows.long()] * grad[shard.dst_rows()], rtol=0, atol=1e-12)
 
 
 def test_layouts_and_corners_of_triton(triton_device):

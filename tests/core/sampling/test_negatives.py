@@ -38,13 +38,12 @@ def test_negatives_are_no_edges_and_the_same_on_any_number_of_ranks(num, expecte
     loops = {(i, i) for i in range(GRAPH.num_nodes)}
     expected = GRAPH.num_nodes**2 - len(pairs_of(GRAPH.edge_index) | loops) if expected is None else expected
     found = []
-    for ranks in (1, 3, 4):
-        for owners in assignments(GRAPH.num_nodes, ranks, GRAPH.edge_index).values():
-            shares = drawn(GRAPH, ranks, owners, num, seed=5)
-            sizes = [share.size(1) for share in shares]
-            assert max(sizes) - min(sizes) <= 1 and shares[0].dtype == torch.int64
-            found.append(torch.cat(shares, 1))
-            assert torch.equal(found[0], found[-1])
+    for ranks, kind in ((1, "random"), (3, "empty part"), (4, "no edges")):
+        shares = drawn(GRAPH, ranks, assignments(GRAPH.num_nodes, ranks, GRAPH.edge_index)[kind], num, seed=5)
+        sizes = [share.size(1) for share in shares]
+        assert max(sizes) - min(sizes) <= 1 and shares[0].dtype == torch.int64
+        found.append(torch.cat(shares, 1))
+        assert torch.equal(found[0], found[-1])
     pairs = pairs_of(found[0])
     assert len(pairs) == found[0].size(1) == expected
     assert not pairs & (pairs_of(GRAPH.edge_index) | loops)
@@ -118,8 +117,8 @@ def test_shuffled_is_a_permutation(count):
 
 
 def test_all_pairs_are_about_equally_likely():
-    """Over 2,000 seeds, how often each of the 20 numbers comes among the first 5: 500 times, deviation 19."""
+    """Over 500 seeds, how often each of the 20 numbers comes among the first 5: 125 times, deviation 10."""
     counts = np.zeros(20)
-    for seed in range(2000):
+    for seed in range(500):
         counts[shuffled(np.arange(5), 20, seed)] += 1
-    assert abs(counts - 500).max() < 80
+    assert abs(counts - 125).max() < 40

@@ -172,7 +172,7 @@ def test_neighbours_over_ranks_are_uniform(ranks):
     hub = int(torch.bincount(graph.edge_index[1]).argmax())
     into = (graph.edge_index[1] == hub).nonzero().view(-1)
     owners = assignments(graph.num_nodes, ranks, graph.edge_index)["random"]
-    trials, fanout = 300, 4
+    trials, fanout = 100, 4
 
     def fn(comm):
         share = shard_in_memory(graph, owners, comm)

@@ -88,24 +88,6 @@ def test_chunks_cover_the_edges_once(edges, max_edges):
         assert torch.equal(written, expected) and torch.equal(again, expected)
 
 
-@settings(max_examples=40, deadline=None)
-@given(edge_lists())
-def test_transpose(edges):
-    for shard in build_shards(*edges, BLOCKS, NUM_DST).shards:
-        transposes = Transposes()
-        assert transposes.of(shard).order is None
-        indptr, dst, position = transposes.of(shard, with_order=True)
-        assert indptr.dtype == dst.dtype == position.dtype == torch.int32
-        assert transposes.of(shard).indptr is indptr, "made once"
-        assert all(map(torch.equal, Transposes().of(shard, with_order=True), (indptr, dst, position)))
-        src_rows, dst_rows = shard.src_rows.tolist(), shard.dst_rows().tolist()
-        assert indptr.tolist()[0] == 0 and indptr.numel() == shard.block.num_rows + 1
-        for row in range(shard.block.num_rows):
-            span = slice(int(indptr[row]), int(indptr[row + 1]))
-            assert position[span].tolist() == [e for e, s in enumerate(src_rows) if s == row]
-            assert dst[span].tolist() == [dst_rows[e] for e in position[span].tolist()]
-
-
 def test_an_edge_list_in_order_is_not_copied():
     src, dst = torch.tensor([0, 2, 6, 9]), torch.tensor([0, 1, 1, 0])
     built = build_shards(src, dst, BLOCKS, NUM_DST)

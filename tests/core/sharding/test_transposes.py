@@ -21,8 +21,11 @@ def test_pieces_are_the_whole(case, at_once, monkeypatch):
     assert torch.equal(found.order, order.int())
     assert torch.equal(found.dst_rows, shard.dst_rows()[order].int())
     assert found.indptr.diff().tolist() == torch.bincount(src, minlength=num_src).tolist()
+    assert found.indptr.dtype == found.dst_rows.dtype == found.order.dtype == torch.int32
     kept = transposes.Transposes()
-    assert kept.of(shard).order is None and torch.equal(kept.of(shard, with_order=True).order, found.order)
+    first = kept.of(shard)
+    assert first.order is None and torch.equal(kept.of(shard, with_order=True).order, found.order)
+    assert kept.of(shard).indptr is first.indptr, "made once"
 
 
 def test_self_loops_are_their_own_transpose():

@@ -39,24 +39,32 @@ def matrix(*shape, seed=0):
     return nn.Parameter(values)
 
 
-def test_a_parameter():
-    w = matrix(4, 4)
-    gradients_match(lambda x: torch.tanh(x @ w), [w])
+class Shift(torch.autograd.Function):
+    """Takes a parameter that no function of the trace is given; the graph behind the message leads to it."""
+
+    @staticmethod
+    def forward(ctx, x, s):
+        return x + 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad.sum(0)
 
 
-def test_a_weight_used_twice():
-    w = matrix(4, 4)
-    gradients_match(lambda x: torch.tanh(x @ w) @ w.t() * w.diagonal(), [w])
+SQUARE, PAIR, ROW, LAYER = matrix(4, 4), matrix(2, 4), matrix(4), nn.Linear(4, 4).double()
+CAPTURED = {
+    "a parameter": (lambda x: torch.tanh(x @ SQUARE), [SQUARE]),
+    "a weight used twice": (lambda x: torch.tanh(x @ SQUARE) @ SQUARE.t() * SQUARE.diagonal(), [SQUARE]),
+    "a module and its bias": (lambda x: LAYER(x).relu() + LAYER.bias, [*LAYER.parameters()]),
+    "a view made inside": (lambda x: x * PAIR[0] + PAIR.view(-1)[4:], [PAIR]),
+    "given to a custom function": (lambda x: x * function_of(ROW), [ROW]),
+    "known to autograd only": (lambda x: Shift.apply(x, ROW), [ROW]),
+}
 
 
-def test_a_module_and_a_bias():
-    layer = nn.Linear(4, 4).double()
-    gradients_match(lambda x: layer(x).relu() + layer.bias, list(layer.parameters()))
-
-
-def test_a_view_made_inside():
-    w = matrix(2, 4)
-    gradients_match(lambda x: x * w[0] + w.view(-1)[4:], [w])
+@pytest.mark.parametrize("name", CAPTURED)
+def test_gradients_are_those_of_the_whole_graph(name):
+    gradients_match(*CAPTURED[name])
 
 
 def test_a_tensor_computed_outside(graph):
@@ -89,27 +97,6 @@ def test_captures_are_found_on_every_call_with_gradients(graph):
     with torch.no_grad():
         assert look(graph, lambda i: i.src["x"] * w).captures == ()
     assert [t is w for t in look(graph, lambda i: i.src["x"] * w).captures] == [True]
-
-
-def test_a_parameter_given_to_a_custom_function():
-    w = matrix(4)
-    gradients_match(lambda x: x * function_of(w), [w])
-
-
-def test_a_parameter_that_only_autograd_knows_of():
-    """No function that the trace sees takes it; the graph behind the message leads to it."""
-
-    class Shift(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, s):
-            return x + 1
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad, grad.sum(0)
-
-    w = matrix(4)
-    gradients_match(lambda x: Shift.apply(x, w), [w])
 
 
 def test_what_cannot_be_followed_is_refused_or_found(graph):

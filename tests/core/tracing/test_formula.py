@@ -6,28 +6,7 @@ from looking import add_up, largest, look, softmax
 from torch.nn import functional as F
 
 from shardpass.core.tracing import Formula, Leaf
-
-STEPS = {
-    "add": torch.add,
-    "sub": torch.sub,
-    "mul": torch.mul,
-    "div": torch.div,
-    "select": lambda x, a, b: torch.where(x <= 0, b, a),
-    "positive": lambda x, a, b: torch.where(x > 0, a, b),
-    "tied": lambda a, b, c: torch.where(a == b, c, 0.0),
-    "at_least": torch.maximum,
-    "at_most": torch.minimum,
-    "softplus": lambda x, y: torch.where(x > 20, x, y),
-    "detach": lambda x: x,
-    "neg": torch.neg,
-    "abs": torch.abs,
-    "exp": torch.exp,
-    "log": torch.log,
-    "log1p": torch.log1p,
-    "sqrt": torch.sqrt,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-}
+from tests.core.steps import STEPS
 
 
 def computed(formula: Formula, rows):

@@ -114,10 +114,10 @@ def test_manifests_that_do_not_fit(document, words, tmp_path):
         read_file(tmp_path / "a", {})
 
 
-@pytest.mark.parametrize("text", ["{", '{"a": }'])
-def test_manifests_that_are_no_json(text, tmp_path):
+@pytest.mark.parametrize(("text", "words"), [("{", "line 1"), ('{"a": }', "line 1"), ("[" * 10**6, "recursion")])
+def test_manifests_that_are_no_json(text, words, tmp_path):
     write_verified(tmp_path / "a", stored(), text)
-    with pytest.raises(CheckpointError, match=r"a' is not as save_checkpoint writes it: .*line 1"):
+    with pytest.raises(CheckpointError, match=rf"a' is not as save_checkpoint writes it: .*{words}"):
         read_file(tmp_path / "a", {})
 
 

@@ -42,18 +42,10 @@ def test_missing_torn_and_altered_files_are_refused_by_name(tmp_path):
     refused(path, r"there is no checkpoint '.*good' \(found on rank 0\)")
     write(path)
     content = path.read_bytes()
-    for size in (0, 5, 100, len(content) // 2, len(content) - 1):
-        (tmp_path / "torn").write_bytes(content[:size])
-        refused(tmp_path / "torn", r"torn' is torn, or something else: .*found on rank 0")
-    for position in (-1, -1000, content.index(b"epoch") + 10):
-        altered = bytearray(content)
-        altered[position] ^= 1
-        (tmp_path / "altered").write_bytes(bytes(altered))
-        refused(tmp_path / "altered", "altered' (was altered or damaged: its checksum|is torn)")
-    from safetensors.torch import save_file
-
-    save_file({"a": torch.ones(1)}, tmp_path / "other")
-    refused(tmp_path / "other", "other' is no file of shardpass")
+    (tmp_path / "torn").write_bytes(content[: len(content) // 2])
+    refused(tmp_path / "torn", r"torn' is torn, or something else: .*found on rank 0")
+    (tmp_path / "altered").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    refused(tmp_path / "altered", "altered' was altered or damaged: its checksum")
 
 
 HOSTILE = [KeyError, None, True, -1, 10**30, "other", [], {}, [["a", {"tensor": 1}]], {"dict": [[[], 1]]}]
@@ -82,14 +74,6 @@ def test_forged_checkpoints_are_refused_or_load(tmp_path, monkeypatch):
     assert run(body, 1)[0] > len(documents) / 2
 
 
-@pytest.mark.parametrize(
-    "text", ["[" * 10**6, "{", "[]", "1", '{"format": 2}', '{"format": 1}', json.dumps({"format": 1, "local": {}})]
-)
-def test_manifests_that_are_none(tmp_path, text):
-    write_verified(tmp_path / "a", {"rows": torch.ones(1)}, text)
-    refused(tmp_path / "a", "a' is not as save_checkpoint writes it: ")
-
-
 SPECIAL = {
     "a pipe": os.mkfifo,
     "an endless device": lambda path: path.symlink_to("/dev/zero"),
@@ -109,16 +93,6 @@ def test_what_is_no_regular_file_is_neither_read_nor_replaced(tmp_path, kind):
 
     run(body, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["a"] and not (tmp_path / "a").is_file()
-
-
-def test_missing_folders_are_made(tmp_path):
-    write(tmp_path / "new" / "folder" / "a")
-    assert run(lambda comm: load_checkpoint(tmp_path / "new" / "folder" / "a", comm, Net())["epoch"], 1) == [0]
-
-
-def test_another_file_of_shardpass_is_no_checkpoint(tmp_path):
-    write_verified(tmp_path / "entry", {"rows": torch.ones(1)})
-    refused(tmp_path / "entry", "entry' is no checkpoint")
 
 
 @pytest.mark.parametrize(
@@ -191,56 +165,11 @@ def test_one_rank_that_does_not_fit_is_told_on_all(tmp_path):
     run(body, 2)
 
 
-@pytest.mark.parametrize(
-    ("extra", "text"),
-    [
-        ({"a": [object()]}, "extra/a/0 is a object; a checkpoint holds tensors, numbers"),
-        ({1.5: 1}, "extra has the key 1.5; keys in a checkpoint are strings or integers"),
-        (torch.eye(2).to_sparse(), "extra is a sparse tensor"),
-    ],
-)
-def test_what_cannot_be_stored_is_named(tmp_path, extra, text):
-    def body(comm):
-        with pytest.raises(CheckpointError, match=text + r".*\(found on rank 1\)"):
-            save_checkpoint(tmp_path / "a", comm, Net(), extra=extra if comm.rank == 1 else None)
-
-    run(body, 2)
+@pytest.mark.ranks(2)
+def test_what_cannot_be_stored_is_named(comm, tmp_path):
+    with pytest.raises(CheckpointError, match=r"extra/a/0 is a object; a checkpoint holds .*\(found on rank 1\)"):
+        save_checkpoint(tmp_path / "a", comm, Net(), extra={"a": [object()]} if comm.rank == 1 else None)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
-    write(tmp_path / "a", epoch=1)
-    content = (tmp_path / "a").read_bytes()
-
-    def full(*_, **__):
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr("shardpass.core.training.checkpoint_file._fill", full)
-
-    def body(comm):
-        with pytest.raises(CheckpointError, match=r"a' could not be written: no space left .*\(found on rank 0\)"):
-            save_checkpoint(tmp_path / "a", comm, Net())
-        with pytest.raises(CheckpointError, match="could not be written"):
-            save_checkpoint(tmp_path / "a" / "b", comm, Net())
-
-    run(body, 2)
-    assert (tmp_path / "a").read_bytes() == content and len(list(tmp_path.iterdir())) == 1
-
-
-def test_another_format_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("shardpass.core.training.checkpoint.FORMAT", 9)
-    write(tmp_path / "a")
-    monkeypatch.undo()
-    refused(tmp_path / "a", "has format 9, this version reads format 1")
-
-
-def test_the_header_is_plain_json(tmp_path):
-    from safetensors import safe_open
-
-    write(tmp_path / "a", epoch=4)
-    with safe_open(tmp_path / "a", framework="pt") as file:
-        manifest = json.loads(file.metadata()["shardpass"])
-    assert manifest["epoch"] == 4 and manifest["ranks"] == 2 and manifest["optimizer"]["class"] == "AdamW"
 
 
 def test_a_state_that_torch_refuses_is_told_on_all(tmp_path):
