@@ -64,6 +64,7 @@ def test_value_does_not_depend_on_split_or_order(name, drawn, base):
     value = REDUCERS[name].value(state_of(name, values, index, groups), base)
     right = reference(name, values, index, base)
     torch.testing.assert_close(value, right, rtol=1e-12, atol=1e-12, equal_nan=True)
+    assert value.shape == (*REDUCERS[name].lead(NUM_DST), 2)
 
 
 @pytest.mark.parametrize("name", NAMES)
