@@ -257,16 +257,6 @@ a dense matrix
     h = a.t() @ h
     says: layer|SimpleConv
     never: readout
-coalesced
-    e = utils.coalesce(ei, num_nodes=x.size(0))  # here
-    h = self.last(h, e)
-    says: partition
-    never: readout|computes with
-coalesced with weights
-    e, v = utils.coalesce(ei, w.detach(), n)  # here
-    h = self.last(h, e)
-    says: partition
-    never: readout|computes with
 a sparse product
     a = torch.sparse_coo_tensor(torch.stack([ei[1], ei[0]]), w.detach(), (n, n))  # here
     h = torch.sparse.mm(a, h)  # here
