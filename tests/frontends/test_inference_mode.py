@@ -100,7 +100,7 @@ def store(tmp_path):
     return str(tmp_path / "store")
 
 
-SOME = ("GAT", "GraphSAGE max", "fields", "batch", "edges, columns")
+SOME = ("GAT", "fields", "batch", "edges, columns")
 OTHERS = tuple(name for name in PYG if name not in SOME)
 
 

@@ -129,7 +129,7 @@ def test_weights_over_ranks_are_those_of_one():
 
     def fn(comm, own):
         loader = sp.pyg.NeighborLoader(own, [2], batch_size=12 // comm.size, weight_attr="edge_weight", shuffle=True)
-        return torch.cat([batch.e_id for _ in range(20) for batch in loader])
+        return torch.cat([batch.e_id for _ in range(8) for batch in loader])
 
     alone = torch.cat(on_shares(graph, fn, 1)).sort().values
     assert torch.equal(torch.cat(on_shares(graph, fn, 3)).sort().values, alone)

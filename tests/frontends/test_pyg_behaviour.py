@@ -21,7 +21,7 @@ from shardpass.testing import (
     evaluate_whole,
 )
 
-from .how_much import one_each
+from .how_much import MODES, one_each
 from .on_ranks import on_ranks, on_shares, share
 from .pyg_cases import GRAPH, LAYERS, GatedConv
 
@@ -128,8 +128,8 @@ def test_an_ordinary_edge_index_is_refused(layer):
             wrapped(x, edge_index=GRAPH.edge_index)
 
 
-@pytest.mark.parametrize("mode", ["sar", "keep", "halo"])
-def test_two_backward_passes_and_checkpointing_are_exact(mode):
+@pytest.mark.parametrize(("mode", "how"), one_each(MODES, ["twice", "remembered"]))
+def test_two_backward_passes_and_checkpointing_are_exact(mode, how):
     make, call = LAYERS["GATConv edges"]
     torch.manual_seed(0)
     model = make().double()
@@ -149,13 +149,15 @@ def test_two_backward_passes_and_checkpointing_are_exact(mode):
 
         return checkpoint(body, inputs["x"], inputs["edge_attr"], use_reentrant=False)
 
-    for variant in (twice, remembered):
-        sharded = evaluate_sharded(model, GRAPH, variant, OWNERS, 2, sp.pyg.wrap, sp.Options(mode=mode), whole)
-        assert_same(whole, sharded)
+    variant = {"twice": twice, "remembered": remembered}[how]
+    sharded = evaluate_sharded(model, GRAPH, variant, OWNERS, 2, sp.pyg.wrap, sp.Options(mode=mode), whole)
+    assert_same(whole, sharded)
 
 
-@pytest.mark.parametrize("layer", [gnn.GATConv, gnn.GATv2Conv, gnn.TransformerConv])
-def test_frozen_attention_before_a_layer_that_learns(layer):
+@pytest.mark.parametrize(
+    ("layer", "mode"), one_each([gnn.GATConv, gnn.GATv2Conv, gnn.TransformerConv], ["sar", "halo"])
+)
+def test_frozen_attention_before_a_layer_that_learns(layer, mode):
     """Backward passes through the frozen layer as well, on all ranks, and has nothing to do there."""
     torch.manual_seed(0)
     model = torch.nn.ModuleList([layer(5, 4, heads=2), layer(8, 3)]).double()
@@ -171,9 +173,8 @@ def test_frozen_attention_before_a_layer_that_learns(layer):
         sp.sync_gradients(net, comm)
         return [p.grad for p in net[1].parameters()]
 
-    for mode in ("sar", "halo"):
-        for found in on_shares(GRAPH, work, mode=mode):
-            torch.testing.assert_close(found, list(expected), rtol=0, atol=1e-10)
+    for found in on_shares(GRAPH, work, mode=mode):
+        torch.testing.assert_close(found, list(expected), rtol=0, atol=1e-10)
 
 
 def test_a_model_that_threads_share_is_refused():
@@ -278,9 +279,8 @@ class Tempered(gnn.MessagePassing):
         return (x_j * self._scale).tanh() if self._bend else x_j.square() * self._scale
 
 
-@pytest.mark.parametrize("mode", ["sar", "keep", "halo"])
-@pytest.mark.parametrize("make", [Twice, Tempered])
-def test_a_layer_that_keeps_something_on_itself_for_its_message(make, mode):
+@pytest.mark.parametrize(("mode", "make"), one_each(MODES, [Twice, Tempered]))
+def test_a_layer_that_keeps_something_on_itself_for_its_message(mode, make):
     torch.manual_seed(0)
     model = make().double()
 

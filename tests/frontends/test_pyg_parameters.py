@@ -16,7 +16,7 @@ import shardpass as sp
 from shardpass.errors import RefusedError
 from shardpass.testing import assignments, awkward_hetero_graph, run, shard_in_memory
 
-from .how_much import ONE_TWO_FOUR
+from .how_much import ONE_TWO_FOUR, one_each
 from .on_ranks import on_ranks, share
 from .pyg_cases import GRAPH
 from .test_pyg_tooling import Model, assert_exact_on_ranks, loss_of, made, of_ranks
@@ -138,9 +138,8 @@ def trained_with(model, edge_index, edge_type, loss_of, step):
     return losses
 
 
-@pytest.mark.parametrize("make", [Featureless, Recommender])
 @pytest.mark.parametrize("ranks", ONE_TWO_FOUR)
-@pytest.mark.parametrize("mode", ["sar", "halo"])
+@pytest.mark.parametrize(("make", "mode"), one_each([Featureless, Recommender], ["sar", "halo"]))
 def test_training_equals_that_of_the_whole_table(make, ranks, mode):
     owners = assignments(GRAPH.num_nodes, ranks, GRAPH.edge_index)["random"]
     edge_type = torch.arange(GRAPH.edge_index.size(1)) % 2

@@ -71,8 +71,8 @@ def check(seed, library, folder, program=None):
 
 
 def test_some_programs(library, tmp_path):
-    found = [check(seed, library, tmp_path) for seed in range(7)]
-    assert min(found.count("exact"), found.count("refused")) >= 2, "the programs are of both kinds"
+    found = [check(seed, library, tmp_path) for seed in range(3, 10)]
+    assert min(found.count("exact"), found.count("refused")) >= 3, "the programs are of both kinds"
 
 
 @pytest.mark.parametrize("seed", range(len(PYG_LINES + PYG_MIXING)))
