@@ -137,8 +137,9 @@ class Reduces(torch.nn.Module):
 def test_a_model_may_reduce_sums_and_maxima_over_ranks_itself():
     def work(comm):
         task = Task(comm)
-        torch.manual_seed(0)
-        model = sp.pyg.wrap(Reduces(comm), comm)
+        with sp.seed(0, comm):  # ranks are threads that draw from one generator
+            model = Reduces(comm)
+        model = sp.pyg.wrap(model, comm)
         return float(task.loss(model(task.x)))
 
     (whole,) = run(work, 1)
