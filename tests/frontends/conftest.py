@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,6 +55,15 @@ def results(
             assert None not in found, text
             assert not (out / "ip").exists(), "the file of the address is left"
     return read_results(out / "found", request.param)
+
+
+@pytest.fixture
+def few_objects() -> Iterator[None]:
+    """Python's collector looks at what the test makes alone, which is quick."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

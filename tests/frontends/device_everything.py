@@ -11,7 +11,7 @@ from .device_callers import different_of_pyg
 from .device_program import SOME, compare, train_on_both
 from .fake_device import NAME
 
-STEP = 4
+STEP = 15
 """Of a script's tensors, every so many."""
 
 

@@ -28,9 +28,7 @@ SOME = (
     "GCNConv weighted",
     "SAGEConv max",
     "GATConv edges",
-    "GATv2Conv",
     "TransformerConv",
-    "GENConv",
     "EdgeCNN with BatchNorm",
 )
 

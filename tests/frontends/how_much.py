@@ -25,6 +25,8 @@ from shardpass.testing import (
 )
 
 MODES = ("sar", "keep", "halo")
+OWNED = ("random", "empty part", "no edges")
+"""The assignments of owners on several ranks; one rank has the first."""
 EACH_MODE_ONCE = tuple((mode,) for mode in MODES)
 """Of `assert_exact_in`: every mode, and every assignment, but not each with each."""
 ONE_PART_EMPTY = ((), ("sar",))
@@ -71,7 +73,23 @@ def in_turn(
     return found
 
 
+def owned_in_turn(names: Iterable[Any], ranks: Iterable[int] = (3, 1)) -> list[Any]:
+    """Of `name`, `ranks` and `owned`, the name of an assignment of owners.
+
+    By default a name has the first of `ranks` and one assignment, in turn. The long tests have the rest.
+    """
+    first, *later = ranks
+    found = []
+    for i, name in enumerate(names):
+        quick = pytest.param(name, first, OWNED[i % len(OWNED)])
+        rest = [(first, owned) for owned in OWNED if owned != OWNED[i % len(OWNED)]]
+        rest += [(count, owned) for count in later for owned in (OWNED if count > 1 else OWNED[:1])]
+        found += [quick, *(pytest.param(name, *one, marks=pytest.mark.long) for one in rest)]
+    return found
+
+
 ONE_TO_FOUR = _with_long(3, 1, 2, 4)
+ONE_OR_THREE = _with_long(3, 1)
 ONE_TWO_FOUR = _with_long(2, 1, 4)
 
 

@@ -44,6 +44,7 @@ WHO = torch.repeat_interleave(torch.tensor(BLOCKS))[torch.randperm(NODES, genera
 OWNERS = {1: torch.zeros_like(WHO), 3: WHO.clamp(max=2), 4: WHO}
 FIELDS = ("x", "w", "ea", "m", "y", "kind")
 BOUND = 1e-10
+GROUP = 12
 
 
 def whole_graph(who: Tensor = WHO) -> WholeGraph:
@@ -358,13 +359,13 @@ class Many(nn.Module):
 
 
 class Together:
-    """Exact cases, of which twelve run in one model; one by one only where that finds something wrong."""
+    """Exact cases, of which `GROUP` run in one model; one by one only where that finds something wrong."""
 
     def __init__(self, table: dict[str, Case], folder: Path, teams: dict[int, Team] = TEAMS) -> None:
         self.table, self.folder, self.teams = table, folder, teams
         alone = {"take", "adds", "after", "alone"}
         names = [name for name, case in table.items() if not case.returns and not alone & case.lines.keys()]
-        self._groups = [names[i : i + 12] for i in range(0, len(names), 12)]
+        self._groups = [names[i : i + GROUP] for i in range(0, len(names), GROUP)]
         self._is_exact: dict[int, bool] = {}
 
     def wrong(self, name: str) -> list[str]:

@@ -9,11 +9,6 @@ one-hot labels by a mask
     t[m, y[m]] = 1
     h = h + t
 one-hot labels by index_put | h = h + h.new_zeros(n, 8).index_put((m, y[m]), torch.ones(()))
-one-hot labels by a mask of labels
-    known = y < 4
-    t = torch.zeros_like(h)
-    t[known, y[known]] = 1.0
-    h = torch.where(known[:, None], t, h)
 rows written into a matrix of each node
     r, c = torch.triu_indices(4, 4, offset=1)
     a = h.new_zeros(n, 4, 4)
@@ -46,10 +41,6 @@ gradients by several vectors at once
     v = torch.eye(8).to(h)[:2, None].expand(2, *h.shape)
     (g,) = torch.autograd.grad(z, h, v, create_graph=True, is_grads_batched=True)
     h = h + g.movedim(0, 1).sum(1)
-a class picked by a mask
-    out = torch.zeros(n)
-    out[m] = h[m, y[m]]
-    h = h + out[:, None]
 a class picked on both sides of a mask
     out = h.new_empty(n)
     out[m], out[~m] = h[m, y[m]], h[~m, 0]
@@ -73,11 +64,6 @@ a mixture of experts, expert by expert
         rows, slots = torch.where(chosen == e)
         out.index_add_(0, rows, expert(h[rows]) * top[rows, slots, None])
     h = out
-a mixture of experts, row by row
-    made: self.experts = nn.Parameter(torch.randn(8, 8, 8) / 3)
-    found = torch.einsum("nc,ecd->ned", h, self.experts)
-    r, c = torch.arange(h.shape[0]), h.argmax(1)
-    h = found[r, c] * h.softmax(1)[r, c, None]
 a mixture of experts, all rows by where
     made: self.experts = nn.Parameter(torch.randn(8, 8, 8) / 3)
     gates = h.softmax(1) * (h >= h.topk(2, 1)[0][:, 1:])
@@ -111,9 +97,6 @@ a beta distribution | h = torch.distributions.Beta(F.softplus(h) + 1, torch.ones
 a Dirichlet distribution | h = h + torch.distributions.Dirichlet(F.softplus(h) + 1).mean
 the likelihood of normals, checked
     h = F.gaussian_nll_loss(h, x[:, :1].expand(n, 8), F.softplus(h) + 0.1, reduction="none")
-the likelihood of normals by a module
-    made: self.over = nn.GaussianNLLLoss(reduction="none", full=True)
-    h = self.over(h, torch.zeros_like(h), F.softplus(h) + 0.1)
 an equilibrium of a layer of rows
     top: def pulled(f, z):
     top:     def hook(g):
@@ -152,17 +135,6 @@ a slope of edge values
     energy = torch.zeros(n, 4).index_add(0, ei[1], z.square() * h.detach()[ei[0]][:, :4])
     (force,) = torch.autograd.grad(energy.sum(), z)
     h = h + torch.zeros(n, 4).index_add(0, ei[1], force).repeat(1, 2)
-a checkpoint of a method with a layer
-    top: class Block(nn.Module):
-    top:     def __init__(self):
-    top:         super().__init__()
-    top:         self.conv, self.lin = gnn.SAGEConv(8, 8), nn.Linear(8, 8)
-    top:     def block(self, x, ei):
-    top:         return self.lin(self.conv(x, ei).relu()) + x
-    top:     def forward(self, x, ei):
-    top:         return checkpoint(self.block, x, ei, use_reentrant=False)
-    made: self.over = Block()
-    h = self.over(h, ei)
 a checkpoint of a function with a layer
     h = checkpoint(lambda h, ei: self.last(self.lin(h).relu(), ei), h, ei, use_reentrant=False)
 a checkpoint of the model's own method
@@ -257,16 +229,6 @@ a dense matrix
     h = a.t() @ h
     says: layer|SimpleConv
     never: readout
-coalesced
-    e = utils.coalesce(ei, num_nodes=x.size(0))  # here
-    h = self.last(h, e)
-    says: partition
-    never: readout|computes with
-coalesced with weights
-    e, v = utils.coalesce(ei, w.detach(), n)  # here
-    h = self.last(h, e)
-    says: partition
-    never: readout|computes with
 a sparse product
     a = torch.sparse_coo_tensor(torch.stack([ei[1], ei[0]]), w.detach(), (n, n))  # here
     h = torch.sparse.mm(a, h)  # here

@@ -80,16 +80,12 @@ a branch on the number of nodes
     h = h.relu() if n > 100 else h
     h = h if n == 136 else h.tanh()
 roll of channels | h = h.roll(3, 1)
-roll of channels, negative | h = h.roll((-1,), (-1,))
 a triangle of each row | h = h.view(n, 2, 4).tril().view(n, 8)
 the diagonal of each row | h = h + h.view(n, 2, 4).diagonal(0, 1, 2).sum(1, keepdim=True)
 renorm of rows | h = h.renorm(2, 0, 1.0)
 renorm of rows in a message | message: return x_j.renorm(2, 0, 1.0)
 roll of channels in a message | message: return x_j.roll(3, 1) * w
 convolution over channels | nn.Conv1d(1, 2, 3, padding=1) | h = self.over(h[:, None]).mean(1)
-dilated convolution over channels
-    made: self.kernel = nn.Parameter(torch.randn(1, 1, 3))
-    h = F.conv1d(h[:, None], self.kernel, padding=2, dilation=2)[:, 0]
 convolution over an image per node
     made: self.over = nn.Conv2d(1, 3, (1, 3), padding=(0, 1))
     h = self.over(h.view(n, 1, 2, 4)).mean(1).flatten(1)
@@ -103,9 +99,7 @@ interpolation of channels | h = F.interpolate(h[:, None], scale_factor=2)[:, 0, 
 response norm of channels | h = F.local_response_norm(h[:, :, None], 3)[:, :, 0]
 instance norm of channels | h = F.instance_norm(h.view(n, 2, 4)).flatten(1)
 group norm of channels | h = F.group_norm(h, 2)
-group norm as a module | nn.GroupNorm(4, 8) | h = self.over(h)
 layer norm | h = F.layer_norm(h, (8,))
-layer norm as a module | nn.LayerNorm(8) | h = self.over(h)
 RMS norm | nn.RMSNorm(8) | h = self.over(h)
 batch norm of all ranks | nn.BatchNorm1d(8) | h = self.over(h)
 channels moved by padding | h = F.pad(h, (2, 0))[:, :8]
@@ -139,13 +133,9 @@ bilinear | nn.Bilinear(8, 6, 8) | h = self.over(h, x)
 gated linear unit | h = F.glu(torch.cat([h, h.tanh()], 1))
 stack of channels | h = torch.stack([h, h.relu(), -h], 1).mean(1)
 stack in front | h = torch.stack([h, h.relu(), -h]).amax(0)
-joined channels | h = self.lin(torch.cat([h[:, :2], x], -1))
 chunks of channels
     a, b = h.chunk(2, 1)
     h = torch.cat([a * b, a + b], 1)
-channels split
-    a, b, c = h.split([2, 2, 4], 1)
-    h = torch.cat([c, b, a], 1)
 channels one by one | h = torch.stack([c * (i + 1) for i, c in enumerate(h.unbind(1))], 1)
 channels by picks | h = h[:, [1, 0, 3, 2, 5, 4, 7, 6]]
 one label per node | h = h + F.one_hot(y, num_classes=8)
@@ -192,9 +182,6 @@ exponential of a matrix per node
     h = (torch.linalg.matrix_exp(h[:, :4].tanh().view(n, 2, 2)) @ h.view(n, 2, 4)).flatten(1)
 outer product of a row | h = (h[:, :, None] * h[:, None, :]).sum(2)
 each row by vmap | h = torch.vmap(lambda row: row * self.scale)(h)
-layers in a loop
-    for step in range(3):
-        h = h + self.lin(h).tanh() / (step + 1)
 a weight of a length and a direction | nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)) | h = self.over(h)
 prelu with a weight per channel | h = F.prelu(h, self.scale)
 channels in place
@@ -221,9 +208,6 @@ picked channels in a message | message: return x_j.gather(1, x_i.argsort(1)) * w
 jumping knowledge | gnn.JumpingKnowledge("lstm", 8, 2) | h = self.over([h, h.tanh(), self.lin(h)])
 an MLP of PyG | gnn.MLP([8, 16, 8], norm="layer_norm") | h = self.over(h)
 similarity to a direction | nn.Parameter(torch.randn(8)) | h = h * F.cosine_similarity(h, self.over[None])[:, None]
-heads by einsum
-    made: self.over = nn.Parameter(torch.randn(2, 4, 4))
-    h = torch.einsum("nhd,hde->nhe", h.view(-1, 2, 4), self.over).flatten(1)
 channels by what is counted | h = h.view(len(h), h.numel() // len(h) // 2, 2).flatten(1)
 where a mask picks few
     h = h.clone()
@@ -234,7 +218,6 @@ where a mask picks few
 columns of the places of a mask
     rows, columns = (h.detach() > 0).nonzero(as_tuple=True)
     h = h.index_put((rows, columns), columns.double(), accumulate=True)
-recurrent over views | nn.LSTM(4, 4, batch_first=True) | h = self.over(h.view(-1, 2, 4))[0].flatten(1)
 a weight for each channel in a message
     made: self.own.over = nn.Parameter(torch.randn(8))
     message: return torch.cat([x_j[:, :4] * self.over[:4], x_j[:, 4:] * self.over[4:]], 1) * w
@@ -246,10 +229,6 @@ ones like the ends of edges
     ones = torch.ones_like(ei[1], dtype=h.dtype)
     h = h / (1 + torch.zeros(n).index_add(0, ei[1], ones))[:, None]
 sums at the sources of edges | h = h + torch.zeros_like(h).index_add(0, ei[0], h[ei[1]] * w[:, None])
-sizes in every form
-    count, width = len(h), h.size(1)
-    h = h.reshape(-1, width) + torch.zeros(*h.shape[:-1], width) + h.new_ones(count, 1)
-zeros and ones of own size | h = h + torch.zeros(x.size(0), 8, dtype=h.dtype) + h.new_ones(x.shape[0], 1)
 shapes put together | h = h.view((*h.shape[:1], 2, 4)).reshape(x.shape[0], h.shape[1:].numel())
 the smaller of equal sizes | h = h[: min(x.size(0), h.size(0))]
 the larger of a size and the largest id | h = h + torch.zeros(max(int(ei.max()) + 1, x.size(0)), 1)

@@ -200,9 +200,6 @@ all rows set
     h = h.clone()
     h[:] = h * 2
 pieces of channels | h = torch.cat([part * (i + 1) for i, part in enumerate(h.split(50, 1))], 1)
-channels parted
-    a, b = h.tensor_split([3], 1)
-    h = torch.cat([b, a], 1)
 joined rows parted
     both = self.lin(torch.cat([h, h.tanh()]))
     h = both[:n] + both[n:]

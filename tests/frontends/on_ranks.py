@@ -55,6 +55,13 @@ def on_ranks(*counts: Any) -> Callable[[Program], Program]:
     return decorate
 
 
+def on_shares(
+    whole: WholeGraph | WholeHeteroGraph, work: Program, ranks: int = 2, owners: Any = "random", **options: Any
+) -> list[Any]:
+    """What ``work(comm, graph)`` returns on each rank, of its share of a graph. Arguments are those of `share`."""
+    return run(lambda comm: work(comm, share(whole, comm, owners, **options)), ranks)
+
+
 def told(work: Program, ranks: int) -> list[Any]:
     """What `work` returned on each rank, or the refusal that ended it there."""
 

@@ -1,4 +1,7 @@
-"""Training steps as people write them, with and without shardpass: gradients are whole wherever they are looked at."""
+"""Training steps as people write them, with and without shardpass: gradients are whole wherever they are looked at.
+
+Scalers, L-BFGS, SAM, teachers, averages and frozen layers are in `one_script.py`.
+"""
 
 import contextlib
 import copy
@@ -17,6 +20,7 @@ import shardpass as sp
 from shardpass.errors import DivergenceError
 from shardpass.testing import run, shard_in_memory
 
+from .how_much import ONE_OR_THREE
 from .inside_model import GRAPH, OWNERS
 from .on_ranks import on_ranks
 
@@ -172,86 +176,6 @@ def hooked(task):
     yield from simple(task, kind=torch.optim.SGD, lr=0.5)
 
 
-def thawed(task):
-    optimizer = task.optimizer()
-    task.model.first.requires_grad_(False)
-    for epoch in range(STEPS):
-        if epoch == 1:
-            task.model.first.requires_grad_(True)
-        optimizer.zero_grad()
-        loss = task.loss(task.out())
-        loss.backward()
-        optimizer.step()
-        yield loss.detach()
-
-
-def scaled(task):
-    optimizer, scaler = task.optimizer(), torch.amp.GradScaler("cpu", 1024.0)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = task.loss(task.out())
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(task.parameters, 0.1)
-        scaler.step(optimizer)
-        scaler.update()
-        yield loss.detach()
-
-
-def closure(task):
-    optimizer = task.optimizer(torch.optim.LBFGS, lr=0.5, max_iter=3, line_search_fn="strong_wolfe")
-
-    def evaluate():
-        optimizer.zero_grad()
-        loss = task.loss(task.out()) + penalties(task)
-        loss.backward()
-        return loss
-
-    for _ in range(2):
-        yield optimizer.step(evaluate).detach()
-
-
-def sharpness_aware(task):
-    optimizer = task.optimizer()
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        task.loss(task.out()).backward()
-        there = [p for p in task.parameters if p.grad is not None]
-        norm = torch.stack([p.grad.norm() for p in there]).norm()
-        moves = [0.05 * p.grad / norm for p in there]
-        with torch.no_grad():
-            for p, move in zip(there, moves):
-                p += move
-        optimizer.zero_grad()
-        loss = task.loss(task.out())
-        loss.backward()
-        with torch.no_grad():
-            for p, move in zip(there, moves):
-                p -= move
-        optimizer.step()
-        yield loss.detach()
-
-
-def distilled(task):
-    teacher = copy.deepcopy(task.model)
-    ema = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
-    average = torch.optim.swa_utils.AveragedModel(task.model, multi_avg_fn=ema)
-    optimizer = task.optimizer()
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        with torch.no_grad():
-            target = teacher(task.x, task.graph)
-        rows = (task.out() - target.tanh()).square().mean(1)
-        loss = task.loss(task.out()) + (rows.mean() if task.comm is None else sp.mean(rows, None, task.comm))
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        average.update_parameters(task.model)
-        yield loss.detach()
-        yield task.loss(average.module(task.x, task.graph)).detach()
-
-
 LOOPS = {
     "simple": simple,
     "clipped": lambda task: simple(task, lambda t, o: nn.utils.clip_grad_norm_(t.parameters, 0.05)),
@@ -269,11 +193,6 @@ LOOPS = {
     "backward twice": twice,
     "an optimizer in backward": in_backward,
     "hooks of parameters": hooked,
-    "frozen and thawed": thawed,
-    "scaled and clipped": scaled,
-    "L-BFGS": closure,
-    "SAM": sharpness_aware,
-    "a teacher and an average": distilled,
 }
 
 
@@ -283,13 +202,13 @@ def trained(name, comm=None):
     return losses, [p.detach().clone() for p in (*task.parameters, *task.other.parameters())]
 
 
+@pytest.mark.parametrize("ranks", ONE_OR_THREE)
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_loop_gives_what_it_gives_in_one_process(name):
+def test_a_loop_gives_what_it_gives_in_one_process(name, ranks):
     losses, parameters = trained(name)
-    for ranks in (1, 3):
-        for found in run(lambda comm: trained(name, comm), ranks):
-            torch.testing.assert_close(found[0], losses, rtol=0, atol=1e-10)
-            torch.testing.assert_close(found[1], parameters, rtol=0, atol=1e-10)
+    for found in run(lambda comm: trained(name, comm), ranks):
+        torch.testing.assert_close(found[0], losses, rtol=0, atol=1e-10)
+        torch.testing.assert_close(found[1], parameters, rtol=0, atol=1e-10)
 
 
 @on_ranks(3)

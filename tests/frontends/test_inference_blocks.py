@@ -19,6 +19,7 @@ import shardpass as sp
 from shardpass.core.inference import journal, row_sources
 from shardpass.testing import awkward_graph, awkward_hetero_graph, hetero_assignments, shard_hetero_in_memory
 
+from .how_much import one_each
 from .on_ranks import share
 
 GRAPH = awkward_graph(channels=5)
@@ -98,11 +99,9 @@ def built(name: str) -> nn.Module:
     return MODELS[name]().double().eval()
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "mode"),
-    [*((name, 3, "sar") for name in MODELS), ("gat", 1, "sar"), ("between", 1, "keep"), ("writes", 1, "halo")],
-)
-def test_the_outputs_are_those_of_one_process(name, ranks, mode, tmp_path):
+@pytest.mark.parametrize(("name", "where"), one_each(MODELS, [(3, "sar"), (1, "keep"), (3, "halo"), (1, "sar")]))
+def test_the_outputs_are_those_of_one_process(name, where, tmp_path):
+    ranks, mode = where
     path, plain = tmp_path / "rows.npy", built(name)
 
     def work(comm):
@@ -152,7 +151,7 @@ def test_types_of_nodes_have_blocks_of_their_own(tmp_path):
 @pytest.mark.parametrize(
     "kind", [models.GraphSAGE, *(pytest.param(kind, marks=pytest.mark.long) for kind in (models.GIN, models.GCN))]
 )
-def test_two_layers_are_in_memory_at_most(kind, tmp_path, monkeypatch):
+def test_two_layers_are_in_memory_at_most(kind, tmp_path, monkeypatch, few_objects):
     """When a call has reduced, what it read and what it made are there; before and after it less."""
     nodes, channels = 160, 8
     generator = torch.Generator().manual_seed(0)

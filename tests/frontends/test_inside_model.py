@@ -24,8 +24,10 @@ from . import inside_refused as reasons
 from . import inside_rows as rows
 from . import inside_square as square
 from . import inside_values as values
+from .how_much import one_each
 from .inside_model import (
     GRAPH,
+    GROUP,
     NODES,
     OWNERS,
     TEAMS,
@@ -67,19 +69,30 @@ TABLES = {  # which programs, and on which ranks
     ),
     "several ranks": (cases(values.ON_SEVERAL), {}, {3: TEAMS[3]}),
 }  # fmt: skip
-ALL_REFUSED = [  # on three ranks, every third on one rank too
-    pytest.param(where, name, ranks, marks=[] if ranks > 1 or i % 3 == 0 else pytest.mark.long)
-    for where, (refused, _, teams) in TABLES.items()
-    for i, name in enumerate(refused)
-    for ranks in teams
-]
-ALL_EXACT = [(where, name) for where, (_, exact, _) in TABLES.items() for name in exact]
+
+
+def by_default(kind, chosen):
+    """The programs of `TABLES` with numbers of ranks; all but those of which `chosen(i, ranks)` is true are long."""
+    return [
+        pytest.param(where, name, ranks, marks=[] if len(tables[2]) == 1 or chosen(i, ranks) else pytest.mark.long)
+        for where, tables in TABLES.items()
+        for i, name in enumerate(tables[kind])
+        for ranks in tables[2]
+    ]
+
+
+# one rank refuses as each of several does; what is exact on one rank may be wrong on several
+ALL_REFUSED = by_default(0, lambda i, ranks: ranks == (3 if i % 2 else 1))
+ALL_EXACT = by_default(1, lambda i, ranks: ranks == 3 or i < GROUP)
 
 
 @pytest.fixture(scope="module")
 def together(doubles, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exact")
     return {
-        where: Together(exact, tmp_path_factory.mktemp("exact"), teams) for where, (_, exact, teams) in TABLES.items()
+        (where, ranks): Together(exact, folder, {ranks: team})
+        for where, (_, exact, teams) in TABLES.items()
+        for ranks, team in teams.items()
     }
 
 
@@ -93,9 +106,9 @@ def test_refused_at_its_line_by_every_rank(where, name, ranks, doubles, tmp_path
     assert not wrong, "\n".join([str(refused[name]), *wrong])
 
 
-@pytest.mark.parametrize(("where", "name"), ALL_EXACT)
-def test_exact_on_any_number_of_ranks(where, name, together):
-    wrong = together[where].wrong(name)
+@pytest.mark.parametrize(("where", "name", "ranks"), ALL_EXACT)
+def test_exact_on_any_number_of_ranks(where, name, ranks, together):
+    wrong = together[where, ranks].wrong(name)
     assert not wrong, "\n".join([str(TABLES[where][1][name]), *wrong])
 
 
@@ -175,8 +188,10 @@ def test_features_in_a_sparse_tensor_are_exact_or_refused_alike(ranks, doubles, 
     assert all(isinstance(one, RefusedError) or one < 1e-10 for one in found), found
 
 
-@pytest.mark.parametrize("ranks", OWNERS)
-@pytest.mark.parametrize("made", [lambda x: x * 2, lambda x: x.detach().clone(), lambda x: x[:, [1, 0, 2, 3, 4, 5]]])
+@pytest.mark.parametrize(
+    ("made", "ranks"),
+    one_each([lambda x: x * 2, lambda x: x.detach().clone(), lambda x: x[:, [1, 0, 2, 3, 4, 5]]], [*OWNERS]),
+)
 def test_features_made_outside_are_rows_of_nodes_where_edges_are_as_many(made, ranks, doubles, tmp_path):
     """Twice, of which the second call has features that only look like those of the first."""
     model = built(EXACT["a layer norm in a message"], tmp_path)

@@ -12,17 +12,15 @@ import torch
 import shardpass as sp
 from shardpass.core.sampling.source import source_of
 from shardpass.errors import DivergenceError, RefusedError
-from shardpass.testing import assignments, awkward_graph, run, shard_in_memory
+from shardpass.testing import assignments, awkward_graph, shard_in_memory
 
-from .on_ranks import on_ranks, share
+from .on_ranks import on_ranks, on_shares, share
 
 gnn = pytest.importorskip("torch_geometric.nn")
 GRAPH = awkward_graph()
 
 
-def shares(fn, ranks=2, kind="random", options=None):
-    owners = assignments(GRAPH.num_nodes, ranks, GRAPH.edge_index)[kind]
-    return run(lambda comm: fn(shard_in_memory(GRAPH, owners, comm, options), comm), ranks)
+shares = partial(on_shares, GRAPH)
 
 
 def drawn(loader, epochs=1):
@@ -44,7 +42,7 @@ def test_batches_are_reproducible(comm):
 
 
 def test_without_shuffle_seeds_come_in_the_order_of_their_ids():
-    def fn(own, comm):
+    def fn(comm, own):
         loader = sp.pyg.NeighborLoader(own, [1], batch_size=5)
         epochs = [[b.input_id for b in loader] for _ in range(2)]
         assert all(torch.equal(a, b) for a, b in zip(*epochs))
@@ -57,7 +55,7 @@ def test_without_shuffle_seeds_come_in_the_order_of_their_ids():
 
 
 def test_fields_that_come_with_a_batch():
-    def fn(own, comm):
+    def fn(comm, own):
         (batch, *_) = sp.pyg.NeighborLoader(own, [0], batch_size=41, node_attrs=[], edge_attrs=["edge_weight"])
         assert "x" not in batch and batch.edge_weight.shape == (0,) and batch.edge_index.shape == (2, 0)
         assert "edge_attr" not in batch and batch.num_sampled_edges == [0]
@@ -106,7 +104,7 @@ def test_fields_that_come_with_a_batch():
     ],
 )
 def test_bad_arguments(arguments, error, words):
-    def fn(own, comm):
+    def fn(comm, own):
         with pytest.raises(error, match=words):
             sp.pyg.NeighborLoader(**{"graph": own, "num_neighbors": [2], **arguments})
 
@@ -114,7 +112,7 @@ def test_bad_arguments(arguments, error, words):
 
 
 def test_harmless_arguments_of_pyg():
-    def fn(own, comm):
+    def fn(comm, own):
         same = {"num_workers": 0, "subgraph_type": "directional", "disjoint": False, "persistent_workers": False}
         return len(sp.pyg.NeighborLoader(own, [2], batch_size=41, **same, is_sorted=True, filter_per_worker=None))
 
@@ -184,7 +182,7 @@ def test_a_program_that_ends_half_way_ends_well():
 
 
 def test_a_loader_without_seeds_is_told():
-    def fn(own, comm):
+    def fn(comm, own):
         loader = sp.pyg.NeighborLoader(own, [2], torch.zeros(own.num_own_nodes, dtype=torch.bool))
         return len(loader), list(loader)
 
@@ -285,7 +283,7 @@ class Net(torch.nn.Module):
 
 
 def test_the_copy_follows_the_model():
-    def fn(own, comm):
+    def fn(comm, own):
         with sp.seed(0, comm):
             model = Net().double()
         exact = sp.pyg.exact(model, comm)
@@ -316,7 +314,7 @@ def test_the_copy_follows_the_model():
 
 
 def test_other_methods_follow_too():
-    def fn(own, comm):
+    def fn(comm, own):
         with sp.seed(0, comm):
             model = gnn.GAE(gnn.SAGEConv(5, 3).double())
         exact = sp.pyg.exact(model, comm)
@@ -347,13 +345,13 @@ def test_a_wrapped_model_is_refused(comm):
 def test_half_the_bytes():
     """Rows of other ranks travel as the graph's options say; ids do not change."""
 
-    def fn(own, comm):
+    def fn(comm, own):
         fields = own.fields_of("node")
         fields._read["x"] = fields["x"].float()
         return [(b.n_id, b.x) for b in sp.pyg.NeighborLoader(own, [3], batch_size=8)]
 
     x = GRAPH.node["x"].float()
-    found = [pair for rank in shares(fn, 2, options=sp.Options(wire_dtype=torch.bfloat16)) for pair in rank]
+    found = [pair for rank in shares(fn, wire_dtype=torch.bfloat16) for pair in rank]
     exact = torch.cat([(rows == x[ids]).all(1) for ids, rows in found])
     assert exact.any() and not exact.all()
     assert all(torch.allclose(rows, x[ids], rtol=1e-2) for ids, rows in found)

@@ -1,20 +1,20 @@
 """Sampled batches of graphs of several types, by weights, and of links: each against the whole graph."""
 
+from functools import partial
+
 import pytest
 import torch
 
 import shardpass as sp
 from shardpass.testing import (
-    assignments,
     awkward_graph,
     awkward_hetero_graph,
     hetero_assignments,
     run,
     shard_hetero_in_memory,
-    shard_in_memory,
 )
 
-from .on_ranks import on_ranks, share
+from .on_ranks import on_ranks, on_shares, share
 
 pytest.importorskip("torch_geometric")
 HETERO = awkward_hetero_graph()
@@ -105,9 +105,7 @@ def test_a_model_of_several_types_runs_on_batches_and_on_the_graph():
             torch.testing.assert_close(mine, theirs.grad, rtol=0, atol=1e-10)
 
 
-def shares(fn, ranks=2, kind="random", graph=GRAPH):
-    owners = assignments(graph.num_nodes, ranks, graph.edge_index)[kind]
-    return run(lambda comm: fn(shard_in_memory(graph, owners, comm), comm), ranks)
+shares = partial(on_shares, GRAPH)
 
 
 @pytest.mark.parametrize("replace", [False, True])
@@ -115,12 +113,12 @@ def test_edges_of_weight_zero_are_never_drawn(replace):
     graph = awkward_graph()
     graph.edge["edge_weight"][::2] = 0
 
-    def fn(own, comm):
+    def fn(comm, own):
         loader = sp.pyg.NeighborLoader(own, [3, 3], batch_size=5, replace=replace, weight_attr="edge_weight")
         return [batch.e_id for batch in loader]
 
     for ranks in (1, 2):
-        drawn = torch.cat([e_id for rank in shares(fn, ranks, graph=graph) for e_id in rank])
+        drawn = torch.cat([e_id for rank in on_shares(graph, fn, ranks) for e_id in rank])
         assert drawn.numel() > 100 and (drawn % 2 == 1).all()
 
 
@@ -129,12 +127,12 @@ def test_weights_over_ranks_are_those_of_one():
     graph = awkward_graph()
     graph.edge["edge_weight"] = 1.0 + 19 * (torch.arange(220) % 4 == 0)
 
-    def fn(own, comm):
+    def fn(comm, own):
         loader = sp.pyg.NeighborLoader(own, [2], batch_size=12 // comm.size, weight_attr="edge_weight", shuffle=True)
-        return torch.cat([batch.e_id for _ in range(20) for batch in loader])
+        return torch.cat([batch.e_id for _ in range(8) for batch in loader])
 
-    alone = torch.cat(shares(fn, 1, graph=graph)).sort().values
-    assert torch.equal(torch.cat(shares(fn, 3, graph=graph)).sort().values, alone)
+    alone = torch.cat(on_shares(graph, fn, 1)).sort().values
+    assert torch.equal(torch.cat(on_shares(graph, fn, 3)).sort().values, alone)
     heavy = (alone % 4 == 0).double().mean()
     assert heavy > 0.4 > 0.25 + 0.1
 
@@ -153,11 +151,11 @@ def test_bad_weights(weights, words):
     if weights is not None:
         graph.edge["w"] = weights
 
-    def fn(own, comm):
+    def fn(comm, own):
         with pytest.raises(ValueError, match=words):
             sp.pyg.NeighborLoader(own, [2], weight_attr="w")
 
-    shares(fn, graph=graph)
+    on_shares(graph, fn)
 
 
 # ---- links
@@ -168,35 +166,34 @@ def check_links(batch, edge_index, num_pos):
     assert torch.equal(ends, edge_index[:, batch.input_id]) and batch.input_id.numel() == num_pos
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_links_and_negatives(ranks):
-    def fn(own, comm):
+@pytest.mark.parametrize(("ranks", "kind"), [(1, "random"), (4, "empty part"), (4, "no edges")])
+def test_links_and_negatives(ranks, kind):
+    def fn(comm, own):
         plain = sp.pyg.LinkNeighborLoader(own, [2, 2], batch_size=16, shuffle=True)
         mask = own.edge_weight > 0.5
         ratio = sp.pyg.LinkNeighborLoader(own, [2], mask, neg_sampling_ratio=1.5, batch_size=8, seed=1)
         return list(plain), list(ratio)
 
-    for kind in assignments(GRAPH.num_nodes, ranks, GRAPH.edge_index):
-        found = shares(fn, ranks, kind)
-        plain = [batch for rank in found for batch in rank[0]]
-        for batch in plain:
-            check_links(batch, GRAPH.edge_index, batch.edge_label_index.size(1))
-            assert "edge_label" not in batch
-        assert torch.equal(torch.cat([b.input_id for b in plain]).sort().values, torch.arange(220))
-        wanted = (GRAPH.edge["edge_weight"] > 0.5).nonzero().view(-1)
-        ratio = [batch for rank in found for batch in rank[1]]
-        assert torch.equal(torch.cat([b.input_id for b in ratio]).sort().values, wanted)
-        for batch in ratio:
-            num_pos = batch.input_id.numel()
-            check_links(batch, GRAPH.edge_index, num_pos)
-            assert batch.edge_label.tolist() == [1.0] * num_pos + [0.0] * -(-num_pos * 3 // 2)
-            assert batch.edge_label_index.size(1) == batch.edge_label.numel()
-        negatives = torch.cat([b.n_id[b.edge_label_index[:, b.input_id.numel() :]] for b in ratio], 1)
-        assert negatives.size(1) > 100 and negatives[0].unique().numel() > 30 and negatives[1].unique().numel() > 30
+    found = shares(fn, ranks, kind)
+    plain = [batch for rank in found for batch in rank[0]]
+    for batch in plain:
+        check_links(batch, GRAPH.edge_index, batch.edge_label_index.size(1))
+        assert "edge_label" not in batch
+    assert torch.equal(torch.cat([b.input_id for b in plain]).sort().values, torch.arange(220))
+    wanted = (GRAPH.edge["edge_weight"] > 0.5).nonzero().view(-1)
+    ratio = [batch for rank in found for batch in rank[1]]
+    assert torch.equal(torch.cat([b.input_id for b in ratio]).sort().values, wanted)
+    for batch in ratio:
+        num_pos = batch.input_id.numel()
+        check_links(batch, GRAPH.edge_index, num_pos)
+        assert batch.edge_label.tolist() == [1.0] * num_pos + [0.0] * -(-num_pos * 3 // 2)
+        assert batch.edge_label_index.size(1) == batch.edge_label.numel()
+    negatives = torch.cat([b.n_id[b.edge_label_index[:, b.input_id.numel() :]] for b in ratio], 1)
+    assert negatives.size(1) > 100 and negatives[0].unique().numel() > 30 and negatives[1].unique().numel() > 30
 
 
 def test_triplets_labels_and_links_of_original_ids():
-    def fn(own, comm):
+    def fn(comm, own):
         links = torch.tensor([[40, 0, 3], [1, 2, 40 - comm.rank]])
         label = torch.tensor([0, 2, 1])
         by_ids = sp.pyg.LinkNeighborLoader(own, [1], links, label, neg_sampling="binary", batch_size=2)

@@ -15,9 +15,9 @@ pytest.importorskip("torch_geometric")
 import torch_geometric.nn as gnn
 
 import shardpass as sp
-from shardpass.testing import WholeGraph, assert_exact, assignments, awkward_graph, run, shard_in_memory
+from shardpass.testing import WholeGraph, assignments, awkward_graph, run, shard_in_memory
 
-from .how_much import ONE_PART_EMPTY, assert_exact_in
+from .how_much import ONE_PART_EMPTY, assert_case_exact, assert_exact_in, in_turn
 
 GRAPH = awkward_graph(channels=6, edge_channels=3)
 ALONE = {"alone": torch.zeros(GRAPH.num_nodes, dtype=torch.int64)}
@@ -143,12 +143,9 @@ def _call(model: nn.Module, fields: dict[str, Tensor], edges: Any) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_equals_the_whole_graph(name: str) -> None:
-    torch.manual_seed(0)
-    model = MODELS[name]()
-    assert_exact(model, GRAPH, _call, sp.pyg.wrap, ranks=1, modes=("halo",))
-    assert_exact_in((("sar",), ("keep",)), model, GRAPH, _call, sp.pyg.wrap, 3)
+@pytest.mark.parametrize(("name", "ranks", "modes"), in_turn(MODELS))
+def test_equals_the_whole_graph(name: str, ranks: int, modes: Any) -> None:
+    assert_case_exact((MODELS[name], _call), GRAPH, sp.pyg.wrap, ranks, modes)
 
 
 class _Multiplications(TorchDispatchMode):

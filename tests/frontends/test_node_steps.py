@@ -1,6 +1,7 @@
 """Layers whose node function is written down in one call and repeated in the next: as exact in the third call."""
 
 import gc
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ import shardpass as sp
 from shardpass.core.aggregation.node_steps import NodeSteps, NodeStepsWriter
 from shardpass.errors import RefusedError
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
+
+from .how_much import one_each
 
 GRAPH = awkward_graph(channels=6)
 DEGREES = torch.bincount(torch.bincount(GRAPH.edge_index[1], minlength=GRAPH.num_nodes))
@@ -61,8 +64,7 @@ def of_rank(comm, make, state):
     return steps(model, graph.x, graph, lambda rows: sp.sum(rows, None, comm).sum())
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(("name", "size"), one_each(LAYERS, (3, 1)))
 def test_many_calls(name, size):
     torch.manual_seed(0)
     model = Changing(LAYERS[name]).double()
@@ -74,34 +76,37 @@ def test_many_calls(name, size):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
-def in_cycles(comm, make):
-    """Shapes of the tensors that steps leave to Python's search for cycles."""
-    graph = shard_in_memory(GRAPH, assignments(GRAPH.num_nodes, comm.size, GRAPH.edge_index)["random"], comm)
-    model = sp.pyg.wrap(Changing(make).double(), comm)
-
-    def step():
-        sp.sum(model(graph.x, graph).square(), None, comm).sum().backward()
-
-    for _ in range(4):  # the fourth call is followed; the next three are ordinary ones
-        step()
+@contextmanager
+def cycles():
+    """Has, at its end, the tensors that were left to Python's search for cycles."""
+    found = []
     gc.collect()
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
-        for _ in range(3):
-            step()
+        yield found
         gc.collect()
-        return [[*one.shape] for one in gc.garbage if isinstance(one, torch.Tensor)]
+        found += [[*one.shape] for one in gc.garbage if isinstance(one, torch.Tensor)]
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_tensors_are_freed_at_once(name):
+def test_tensors_are_freed_at_once(few_objects):
     """A cycle that holds them would raise the peak until Python looks for it."""
-    assert sp.spawn(in_cycles, 1, args=(LAYERS[name],)) == [[]]
+    comm = sp.connect("local")
+    graph = shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.int64), comm)
+    models = [sp.pyg.wrap(Changing(make).double(), comm) for make in LAYERS.values()]
+
+    def steps_of_all(count):
+        for model in models * count:
+            sp.sum(model(graph.x, graph).square(), None, comm).sum().backward()
+
+    steps_of_all(4)  # the fourth call is followed; the next three are ordinary ones
+    with cycles() as left:
+        steps_of_all(3)
+    assert left == []
 
 
 def written(function, made_up, lasting):

@@ -26,12 +26,7 @@ from . import one_script
 
 SCRIPT = Path(one_script.__file__)
 MARKS = {"torchrun": [pytest.mark.processes], "mpirun": [pytest.mark.mpi, needs_mpi]}
-QUICK = {("torchrun", 3)}
-LAUNCHED = [
-    pytest.param(launcher, ranks, marks=[*MARKS[launcher], *([] if (launcher, ranks) in QUICK else [pytest.mark.long])])
-    for launcher in MARKS
-    for ranks in (1, 3, 4)
-]
+LAUNCHED = [pytest.param(name, ranks, marks=MARKS[name]) for name in MARKS for ranks in (1, 3, 4)]
 
 
 @cache
@@ -73,11 +68,12 @@ def test_the_script_does_what_it_says() -> None:
     assert tensors["sigmas"].abs().min() > 1e-3
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.long)])
 def test_ranks_that_are_threads(ranks: int, store: str) -> None:
     check(run(one_script.sharded, ranks, args=(store,)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("launcher", "ranks"), LAUNCHED)
 def test_ranks_of_a_launcher(launcher: str, ranks: int, store: str, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--master-port", str(free_port())]

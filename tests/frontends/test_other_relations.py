@@ -18,6 +18,7 @@ import shardpass as sp
 from shardpass.testing import WholeGraph, WholeHeteroGraph, shard_hetero_in_memory, shard_in_memory
 
 from .dgl_parity import float64  # noqa: F401
+from .how_much import one_each
 from .on_ranks import assert_refused, assert_rows
 
 N = 24
@@ -192,19 +193,19 @@ def ran(model, case, kind):
     return work
 
 
-@pytest.mark.parametrize("case", CASES, ids=" ".join)
-def test_rows_of_edges_of_the_relation_are_exact(case):
+@pytest.mark.parametrize(("case", "ranks"), one_each(CASES, (4, 1)))
+def test_rows_of_edges_of_the_relation_are_exact(case, ranks):
     model, expected = made(case)
-    assert_rows(ran(model, case, REV), expected)
+    assert_rows(ran(model, case, REV), expected, ranks=(ranks,))
 
 
-@pytest.mark.parametrize("case", CASES, ids=" ".join)
-def test_rows_of_edges_of_another_relation_are_refused(case):
-    assert_refused(ran(made(case)[0], case, FWD), case[1].split(":")[0], "edges")
+@pytest.mark.parametrize(("case", "ranks"), one_each(CASES, (1, 4)))
+def test_rows_of_edges_of_another_relation_are_refused(case, ranks):
+    assert_refused(ran(made(case)[0], case, FWD), case[1].split(":")[0], "edges", ranks=(ranks,))
 
 
-@pytest.mark.parametrize("name", AS_MANY)
-def test_rows_of_nodes_are_no_rows_of_edges(name):
+@pytest.mark.parametrize(("name", "ranks"), one_each(AS_MANY, (4, 1)))
+def test_rows_of_nodes_are_no_rows_of_edges(name, ranks):
     wrap, make, call = AS_MANY[name]
     model = Model(make, call).double()
 
@@ -212,4 +213,4 @@ def test_rows_of_nodes_are_no_rows_of_edges(name):
         graph = shard_in_memory(RING, torch.arange(N) % comm.size, comm)
         return wrap(copy.deepcopy(model), comm)(graph, graph.node["x"], graph.edge["w"])
 
-    assert_refused(work, name, "edges")
+    assert_refused(work, name, "edges", ranks=(ranks,))

@@ -17,6 +17,7 @@ import shardpass as sp
 from shardpass.testing import run
 
 from .dgl_parity import float64  # noqa: F401
+from .how_much import one_each
 from .on_ranks import RANKS, assert_refused, assert_rows, on_ranks
 from .test_dgl_silent import GRAPH, N, share
 
@@ -67,17 +68,17 @@ def part(name, mixes):
     return model, work
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_a_part_of_a_model_is_followed_as_the_model_is(name):
-    assert_refused(part(name, True)[1], "h - h.mean(0)", "`mean` puts rows together")
+@pytest.mark.parametrize(("name", "ranks"), one_each(PARTS, (1, 4)))
+def test_a_part_of_a_model_is_followed_as_the_model_is(name, ranks):
+    assert_refused(part(name, True)[1], "h - h.mean(0)", "`mean` puts rows together", ranks=(ranks,))
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_a_part_of_a_model_is_exact(name):
+@pytest.mark.parametrize(("name", "ranks"), one_each(PARTS, (4, 1)))
+def test_a_part_of_a_model_is_exact(name, ranks):
     model, work = part(name, False)
     g, x = dgl.graph(tuple(GRAPH.edge_index), num_nodes=N), GRAPH.node["x"]
     expected = model.enc(g, x) if name.startswith("dgl") else model.enc(x, GRAPH.edge_index)
-    assert_rows(work, expected * (2 if "method" in name else 1))
+    assert_rows(work, expected * (2 if "method" in name else 1), ranks=(ranks,))
 
 
 class Recomputed(Whole):

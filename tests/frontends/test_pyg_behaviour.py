@@ -19,72 +19,52 @@ from shardpass.testing import (
     cotangent,
     evaluate_sharded,
     evaluate_whole,
-    run,
-    shard_in_memory,
 )
 
-from .on_ranks import on_ranks, share
-from .pyg_cases import GRAPH, LAYERS, MODELS, GatedConv
+from .how_much import MODES, one_each
+from .on_ranks import on_ranks, on_shares, share
+from .pyg_cases import GRAPH, LAYERS, GatedConv
 
 OWNERS = assignments(GRAPH.num_nodes, 2, GRAPH.edge_index)["random"]
 
 
-def on_two_ranks(work, options=None):
-    """What `work(comm, graph)` returns on each of two ranks."""
-    return run(lambda comm: work(comm, shard_in_memory(GRAPH, OWNERS, comm, options)), 2)
-
-
 class Offender(gnn.MessagePassing):
-    """A message that is not row-wise, in several ways."""
+    """A layer whose message is `made` of both ends, the ids of sources, and a table with a row for each node."""
 
-    def __init__(self, kind):
+    def __init__(self, made):
         super().__init__(aggr="sum")
-        self.kind = kind
+        self.made = made
 
     def forward(self, x, edge_index):
         return self.propagate(edge_index, x=x, table=x)
 
     def message(self, x_j, x_i, edge_index_j, table):
-        if self.kind == "norm":
-            return x_j / x_j.norm()
-        if self.kind == "softmax":
-            return x_j.softmax(dim=0)
-        if self.kind == "mean":
-            return x_j - x_j.mean(0)
-        if self.kind == "batch_norm":
-            return torch.nn.functional.batch_norm(x_j, None, None, training=True)
-        if self.kind == "cumsum":
-            return x_j.cumsum(0)
-        if self.kind == "ids":
-            return x_j * edge_index_j.view(-1, 1)
-        if self.kind == "lookup":
-            return x_j + table[edge_index_j]
-        return x_j.detach().numpy()
+        return self.made(x_j, edge_index_j, table)
 
 
-@pytest.mark.parametrize("mode", ["sar", "keep", "halo"])
-@pytest.mark.parametrize("kind", ["norm", "softmax", "mean", "cumsum"])
+IN_PIECES = "^Offender: messages are computed in pieces"
+OFFENDERS = {
+    "norm": (lambda x, ids, table: x / x.norm(), IN_PIECES),
+    "softmax": (lambda x, ids, table: x.softmax(dim=0), IN_PIECES),
+    "mean": (lambda x, ids, table: x - x.mean(0), IN_PIECES),
+    "cumsum": (lambda x, ids, table: x.cumsum(0), IN_PIECES),
+    "batch_norm": (
+        lambda x, ids, table: torch.nn.functional.batch_norm(x, None, None, training=True),
+        "BatchNorm in training mode inside message",
+    ),
+    "ids": (lambda x, ids, table: x * ids.view(-1, 1), "numbered per rank"),
+    "lookup": (lambda x, ids, table: x + table[ids], "numbered per rank"),
+    "numpy": (lambda x, ids, table: x.detach().numpy(), "out of torch"),
+}
+
+
+@pytest.mark.parametrize(("kind", "mode"), one_each(OFFENDERS))
 @on_ranks(2)
 def test_messages_that_are_not_row_wise_are_refused(comm, kind, mode):
+    made, words = OFFENDERS[kind]
     graph = share(GRAPH, comm, mode=mode)
-    with pytest.raises(RefusedError, match=r"^Offender: messages are computed in pieces"):
-        sp.pyg.wrap(Offender(kind).double(), comm)(graph.x, graph)
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("batch_norm", "BatchNorm in training mode inside message"),
-        ("ids", "numbered per rank"),
-        ("lookup", "numbered per rank"),
-        ("numpy", "out of torch"),
-    ],
-)
-@on_ranks(2)
-def test_messages_that_use_ids_or_leave_torch_are_refused(comm, kind, words):
-    graph = share(GRAPH, comm)
     with pytest.raises(RefusedError, match=words):
-        sp.pyg.wrap(Offender(kind).double(), comm)(graph.x, graph)
+        sp.pyg.wrap(Offender(made).double(), comm)(graph.x, graph)
 
 
 @pytest.mark.parametrize("aggr", ["lstm", "sort"])
@@ -148,23 +128,8 @@ def test_an_ordinary_edge_index_is_refused(layer):
             wrapped(x, edge_index=GRAPH.edge_index)
 
 
-@on_ranks(2)
-def test_evaluation_without_gradients_and_in_inference_mode(comm):
-    torch.manual_seed(0)
-    plain = gnn.GAT(5, 8, 2, 4, norm="batch_norm", dropout=0.5).double().eval()
-    expected = plain(GRAPH.node["x"], GRAPH.edge_index).detach()
-    graph = share(GRAPH, comm)
-    model = sp.pyg.wrap(copy.deepcopy(plain), comm)
-    with torch.no_grad():
-        first = model(graph.x, graph)
-    with torch.inference_mode():
-        second = model(graph.x, graph)
-    torch.testing.assert_close(first, expected[graph.node_ids])
-    torch.testing.assert_close(second, expected[graph.node_ids])
-
-
-@pytest.mark.parametrize("mode", ["sar", "keep", "halo"])
-def test_two_backward_passes_and_checkpointing_are_exact(mode):
+@pytest.mark.parametrize(("mode", "how"), one_each(MODES, ["twice", "remembered"]))
+def test_two_backward_passes_and_checkpointing_are_exact(mode, how):
     make, call = LAYERS["GATConv edges"]
     torch.manual_seed(0)
     model = make().double()
@@ -184,13 +149,15 @@ def test_two_backward_passes_and_checkpointing_are_exact(mode):
 
         return checkpoint(body, inputs["x"], inputs["edge_attr"], use_reentrant=False)
 
-    for variant in (twice, remembered):
-        sharded = evaluate_sharded(model, GRAPH, variant, OWNERS, 2, sp.pyg.wrap, sp.Options(mode=mode), whole)
-        assert_same(whole, sharded)
+    variant = {"twice": twice, "remembered": remembered}[how]
+    sharded = evaluate_sharded(model, GRAPH, variant, OWNERS, 2, sp.pyg.wrap, sp.Options(mode=mode), whole)
+    assert_same(whole, sharded)
 
 
-@pytest.mark.parametrize("layer", [gnn.GATConv, gnn.GATv2Conv, gnn.TransformerConv])
-def test_frozen_attention_before_a_layer_that_learns(layer):
+@pytest.mark.parametrize(
+    ("layer", "mode"), one_each([gnn.GATConv, gnn.GATv2Conv, gnn.TransformerConv], ["sar", "halo"])
+)
+def test_frozen_attention_before_a_layer_that_learns(layer, mode):
     """Backward passes through the frozen layer as well, on all ranks, and has nothing to do there."""
     torch.manual_seed(0)
     model = torch.nn.ModuleList([layer(5, 4, heads=2), layer(8, 3)]).double()
@@ -206,9 +173,8 @@ def test_frozen_attention_before_a_layer_that_learns(layer):
         sp.sync_gradients(net, comm)
         return [p.grad for p in net[1].parameters()]
 
-    for mode in ("sar", "halo"):
-        for found in on_two_ranks(work, sp.Options(mode=mode)):
-            torch.testing.assert_close(found, list(expected), rtol=0, atol=1e-10)
+    for found in on_shares(GRAPH, work, mode=mode):
+        torch.testing.assert_close(found, list(expected), rtol=0, atol=1e-10)
 
 
 def test_a_model_that_threads_share_is_refused():
@@ -223,7 +189,7 @@ def test_a_model_that_threads_share_is_refused():
         assert sp.pyg.wrap(mine, comm) is mine
         return mine
 
-    mine, other = on_two_ranks(work)
+    mine, other = on_shares(GRAPH, work)
     with pytest.raises(RefusedError, match="is wrapped already, with another communicator"):
         sp.pyg.wrap(mine, sp.connect("local"))
     assert mine is not other
@@ -253,15 +219,6 @@ def test_in_place_change_of_a_saved_tensor_is_noticed(comm):
 
 
 @on_ranks(2)
-def test_attention_weights_kept_by_a_message_are_not_available(comm):
-    graph = share(GRAPH, comm)
-    layer = sp.pyg.wrap(gnn.TransformerConv(5, 4).double(), comm)
-    assert layer(graph.x, graph).shape == (graph.num_own_nodes, 4)
-    with pytest.raises(RefusedError, match=r"_alpha.*not available on a sharded graph"):
-        layer(graph.x, graph, return_attention_weights=True)
-
-
-@on_ranks(2)
 def test_attention_weights_of_gat_are_those_of_the_whole_graph(comm):
     torch.manual_seed(0)
     plain = gnn.GATConv(5, 4, heads=2, add_self_loops=False).double()
@@ -273,37 +230,16 @@ def test_attention_weights_of_gat_are_those_of_the_whole_graph(comm):
 
 
 @on_ranks(2)
-def test_half_precision_and_autocast_run(comm):
+def test_half_precision_runs(comm):
     graph = share(GRAPH, comm)
-    model = sp.pyg.wrap(gnn.GAT(5, 8, 2, 4, heads=2), comm)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = model(graph.x.float(), graph)
-    out.float().sum().backward()
-    sp.sync_gradients(model, comm)
-    low = sp.pyg.wrap(gnn.GraphSAGE(5, 8, 2, 4).to(torch.bfloat16), comm)
-    low(graph.x.to(torch.bfloat16), graph).sum().backward()
-    grads = [p.grad for m in (model, low) for p in m.parameters()]
-    assert all(bool(torch.isfinite(g).all()) for g in grads)
+    model = sp.pyg.wrap(gnn.GraphSAGE(5, 8, 2, 4).to(torch.bfloat16), comm)
+    model(graph.x.to(torch.bfloat16), graph).sum().backward()
+    assert all(bool(torch.isfinite(p.grad).all()) for p in model.parameters())
 
 
 def test_lazy_parameters_are_refused_before_training():
     with pytest.raises(RefusedError, match="has no shape yet"):
         sp.pyg.wrap(gnn.SAGEConv(-1, 4), sp.connect("local"))
-
-
-def test_a_model_with_every_refusable_part_names_the_first():
-    assert MODELS  # the models of the parity test are all accepted
-    with pytest.raises(RefusedError, match="GPSConv"):
-        sp.pyg.wrap(gnn.GPSConv(4, gnn.GCNConv(4, 4)), sp.connect("local"))
-
-
-class OwnBatchNorm(torch.nn.BatchNorm1d):
-    """A batch norm of the user's own."""
-
-
-def test_batch_norms_that_would_use_own_rows_only_are_refused():
-    with pytest.raises(RefusedError, match=r"BatchNorm.*cannot be exact"):
-        sp.pyg.wrap(OwnBatchNorm(5), sp.connect("local"))
 
 
 @on_ranks(2)
@@ -343,9 +279,8 @@ class Tempered(gnn.MessagePassing):
         return (x_j * self._scale).tanh() if self._bend else x_j.square() * self._scale
 
 
-@pytest.mark.parametrize("mode", ["sar", "keep", "halo"])
-@pytest.mark.parametrize("make", [Twice, Tempered])
-def test_a_layer_that_keeps_something_on_itself_for_its_message(make, mode):
+@pytest.mark.parametrize(("mode", "make"), one_each(MODES, [Twice, Tempered]))
+def test_a_layer_that_keeps_something_on_itself_for_its_message(mode, make):
     torch.manual_seed(0)
     model = make().double()
 

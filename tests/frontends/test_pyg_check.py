@@ -10,13 +10,13 @@ pytest.importorskip("torch_geometric")
 
 import torch_geometric.nn as gnn
 from torch import nn
-from torch_geometric.utils import to_dense_batch
 
 import shardpass as sp
 from shardpass.errors import RefusedError
 from shardpass.testing import run, shard_in_memory
 
 from .conv_cases import CONVS, ONE_SHOT, SORTED, _plain
+from .how_much import one_each
 from .on_ranks import on_ranks, share
 from .pyg_cases import GRAPH, MODELS
 
@@ -83,36 +83,21 @@ class Kept(Net):
         return h - shift
 
 
-class Dense(Net):
-    def between(self, h, x, edge_index):
-        rows, mask = to_dense_batch(h, edge_index.batch)  # here
-        return rows[mask]
-
-
-class ByLength(Net):
-    """One rank alone cannot tell: its own number of rows is that of all."""
-
-    def between(self, h, x, edge_index):
-        return h * (1 / len(x))  # here
-
-
-OFFENDERS = [(kind, ranks) for kind in (Centred, Later, Kept, Dense) for ranks in (1, 3)] + [(ByLength, 3)]
-
-
 def line_of(kind):
     lines = Path(__file__).read_text().splitlines()
     start = lines.index(next(line for line in lines if line.startswith(f"class {kind.__name__}(")))
     return 1 + next(n for n in range(start, len(lines)) if lines[n].endswith("# here"))
 
 
-@pytest.mark.parametrize(("kind", "ranks"), OFFENDERS)
+@pytest.mark.parametrize(("kind", "ranks"), [(Centred, 1), (Later, 3), (Kept, 1), (Kept, 3)])
 def test_what_mixes_rows_is_refused_at_its_line(kind, ranks):
     with pytest.raises(RefusedError, match=re.escape(f"{Path(__file__).name}:{line_of(kind)}: ")):
         called(kind, _plain, ranks=ranks, times=2)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("shape", [(GRAPH.num_nodes,), (6, GRAPH.num_nodes), (GRAPH.num_nodes, 1)])
+@pytest.mark.parametrize(
+    ("shape", "ranks"), one_each([(GRAPH.num_nodes,), (6, GRAPH.num_nodes), (GRAPH.num_nodes, 1)], (3, 1))
+)
 def test_a_parameter_with_an_entry_per_node_is_refused(shape, ranks):
     class PerNode(Net):
         def __init__(self):

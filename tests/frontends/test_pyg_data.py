@@ -19,6 +19,7 @@ import shardpass as sp
 from shardpass.errors import RefusedError
 from shardpass.testing import assignments, awkward_graph, awkward_hetero_graph, run, shard_in_memory
 
+from .how_much import ONE_OR_THREE, one_each
 from .on_ranks import on_ranks
 from .pyg_cases import GRAPH
 
@@ -74,9 +75,8 @@ def assert_alike(found, expected):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("split", [0, 1])
-def test_a_split_of_links(tmp_path, ranks, split):
+@pytest.mark.parametrize(("split", "ranks"), one_each([0, 1], (3, 1)))
+def test_a_split_of_links(tmp_path, split, ranks):
     torch.manual_seed(0)
     data = RandomLinkSplit(num_val=0.2, num_test=0.1)(homogeneous())[split]
     model = Links().double()
@@ -92,7 +92,7 @@ def test_a_split_of_links(tmp_path, ranks, split):
     assert_alike(run(work, ranks), expected)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", ONE_OR_THREE)
 def test_a_split_of_links_between_types(tmp_path, ranks):
     torch.manual_seed(0)
     split = RandomLinkSplit(num_val=0.2, num_test=0.1, edge_types=[RATES], add_negative_train_samples=True)
@@ -348,8 +348,7 @@ SPARSE = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize(("name", "ranks"), one_each(SPARSE, (3, 1)))
 def test_a_model_that_is_called_with_a_sparse_tensor_is_told_what_to_pass(name, ranks):
     make, call, words = SPARSE[name]
     owners = assignments(41, ranks, GRAPH.edge_index)["random"]

@@ -16,7 +16,7 @@ from shardpass.core.training import mean
 from shardpass.errors import RefusedError
 from shardpass.testing import assignments, cotangent, run, shard_in_memory
 
-from .how_much import EACH_MODE_ONCE, assert_exact_in
+from .how_much import assert_case_exact, in_turn, one_each
 from .pyg_cases import GRAPH
 
 MESSAGES = {
@@ -44,15 +44,12 @@ class Complex(gnn.MessagePassing):
         return self.of(torch.view_as_complex(self.p), x_i, x_j, w)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("message", MESSAGES)
-def test_complex_messages(message, ranks):
-    torch.manual_seed(0)
-
+@pytest.mark.parametrize(("message", "ranks", "modes"), in_turn(MESSAGES))
+def test_complex_messages(message, ranks, modes):
     def call(model, fields, graph):
         return model(fields["x"], graph, fields["edge_weight"])
 
-    assert_exact_in(EACH_MODE_ONCE, Complex(message).double(), GRAPH, call, sp.pyg.wrap, ranks)
+    assert_case_exact((lambda: Complex(message), call), GRAPH, sp.pyg.wrap, ranks, modes)
 
 
 def test_sums_over_all_nodes_and_what_is_refused():
@@ -119,9 +116,9 @@ def error(found, exact):
     return float((found - exact).norm() / exact.norm())
 
 
-@pytest.mark.parametrize(("ranks", "backward"), [(1, "push"), (3, "push"), (3, "pull")])  # one rank pulls nothing
-@pytest.mark.parametrize("name", MAKERS)
-def test_autocast_is_as_exact_as_on_the_whole_graph(name, ranks, backward):
+@pytest.mark.parametrize(("name", "where"), one_each(MAKERS, [(3, "push"), (3, "pull"), (1, "push")]))
+def test_autocast_is_as_exact_as_on_the_whole_graph(name, where):
+    ranks, backward = where  # one rank pulls nothing
     torch.manual_seed(0)
     plain, x, edge_attr = MAKERS[name](), GRAPH.node["x"], GRAPH.edge["edge_attr"]
     weights = cotangent(torch.empty(GRAPH.num_nodes, 8, dtype=torch.float64))

@@ -14,7 +14,7 @@ from shardpass import pyg
 from shardpass.errors import RefusedError
 from shardpass.testing import WholeGraph, assert_exact, assignments, run, shard_in_memory
 
-from .how_much import ONE_PART_EMPTY, assert_exact_in
+from .how_much import ONE_OR_THREE, ONE_PART_EMPTY, assert_exact_in
 from .one_by_one import assert_each_exact, refusals
 from .pyg_cases import GRAPH
 
@@ -32,9 +32,10 @@ def by_node(parts, like):
     return out
 
 
-@pytest.mark.parametrize(("ranks", "kind"), [(1, "random"), (3, "random"), (3, "empty part"), (3, "no edges")])
-@pytest.mark.parametrize("add", [True, False])
-def test_gcn_norm_of_pyg_as_it_is(ranks, kind, add):
+@pytest.mark.parametrize(
+    ("add", "ranks", "kind"), [(True, 1, "random"), (True, 3, "no edges"), (False, 3, "empty part")]
+)
+def test_gcn_norm_of_pyg_as_it_is(add, ranks, kind):
     def degree_and_pairs(edge_index, weight, x):
         index, weight = gcn_norm(edge_index, weight, x.size(0), False, add, dtype=torch.float64)
         messages = x[index[0]] * weight.view(-1, 1)
@@ -87,8 +88,9 @@ def with_last_edges(*edges):
 
 
 ENDS = {"to": [(3, LAST)], "from": [(LAST, 3)], "from, four": [(LAST, 3), (LAST, 4), (LAST, 5), (LAST, 6)]}
-NUMBERED = [(name, ends, ranks) for name in UNNUMBERED for ends in ENDS for ranks in (1, 3)]
-NUMBERED.remove(("own", "from", 3))  # whether other ranks have dropped the edge is not known
+# whether other ranks have dropped the only edge is not known
+NUMBERED = [("EG", "to", 3), ("EG", "from", 3), ("EG", "from, four", 1), ("own", "to", 3), ("own", "from", 1)]
+NUMBERED += [("own", "from, four", 3)]
 
 
 @pytest.mark.parametrize(("name", "ends", "ranks"), NUMBERED)
@@ -98,11 +100,8 @@ def test_the_number_of_nodes_is_that_of_the_whole_list(name, ends, ranks):
     assert_exact_in(ONE_PART_EMPTY, model, with_last_edges(*edges), lambda m, i, e: m(i["x"], e), pyg.wrap, ranks)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize(
-    "edges, name", [([], "EG"), ([], "own"), ([(LAST, LAST)], "own")], ids=["isolated", "isolated, own", "only a loop"]
-)
-def test_a_number_that_pyg_would_not_get_is_refused(ranks, edges, name):
+@pytest.mark.parametrize(("edges", "name", "ranks"), [([], "EG", 3), ([], "own", 1), ([(LAST, LAST)], "own", 3)])
+def test_a_number_that_pyg_would_not_get_is_refused(edges, name, ranks):
     model = UNNUMBERED[name]().double()
     with pytest.raises(
         RefusedError, match=r"the last node of the original graph, on rank \d, has no edge, so PyG would add none"
@@ -167,7 +166,7 @@ def _passes(change):
     return lambda m, h, e, w: m.last(h, change(e), w)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", ONE_OR_THREE)
 def test_rearranged_rows_are_exact(ranks):
     assert_each_exact(ROWS | {name: _passes(change) for name, change in LISTS.items()}, GRAPH, ranks)
 
@@ -187,7 +186,7 @@ BY_POSITION = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", ONE_OR_THREE)
 def test_what_takes_edges_by_their_position_is_refused(ranks):
     words = "on the edge_index of a sharded graph gives neither the list [2, num_edges] nor one of its rows"
     slices = "`a slice [:, a:b]` on the edge_index of a sharded graph"
@@ -244,7 +243,7 @@ class Kept(Sums):
 EXACT = [Mean, AgainstTheEdges, Ends, EndsOfAPair, Numbers, Own, Kept]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", ONE_OR_THREE)
 def test_what_pyg_collects_is_exact(ranks):
     assert_each_exact({kind.__name__: kind() for kind in EXACT}, GRAPH, ranks)
 
@@ -264,7 +263,7 @@ class AggregatedByCount(Sums):
         return scatter(inputs, edge_index[1], 0, dim_size) / dim_size
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", ONE_OR_THREE)
 def test_the_counts_are_sizes_and_no_operands(ranks):
     found = refusals({kind.__name__: kind() for kind in (ByCount, BySources, AggregatedByCount)}, GRAPH, ranks)
     wrong = {name: text for name, text in found.items() if "the number of nodes that this rank holds" not in text}

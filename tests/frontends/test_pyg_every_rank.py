@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 import shardpass as sp
 from shardpass.errors import RefusedError
-from shardpass.testing import WholeGraph, assert_exact, assignments, run, shard_in_memory
+from shardpass.testing import WholeGraph, assert_exact, run, shard_in_memory
 
-from .how_much import one_each
+from .how_much import one_each, owners_of
 from .on_ranks import on_ranks
 from .pyg_cases import GRAPH
 
@@ -94,15 +94,14 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize(("name", "owners"), one_each(EXACT, ("empty part", "random")))
-def test_it_equals_the_whole_graph(name, owners):
+@pytest.mark.parametrize(("name", "where"), one_each(EXACT, [(3, "empty part"), (3, "random"), (1, "random")]))
+def test_it_equals_the_whole_graph(name, where):
+    ranks, owned = where
     after, norm = EXACT[name]
     torch.manual_seed(0)
     model = Net(after, norm and norm()).double()
-    for ranks in (1, 3):
-        found = assignments(41, ranks, GRAPH.edge_index)
-        chosen = {owners: found.get(owners, found["random"])}
-        assert_exact(model, MANY, called, wrapped, ranks=ranks, modes=("sar",), owners=chosen)
+    owners = {owned: owners_of(MANY, ranks)[owned]}
+    assert_exact(model, MANY, called, wrapped, ranks=ranks, modes=("sar",), owners=owners)
 
 
 JOINED = r"BatchNorm1d over own rows joined with \d rows that every rank has"

@@ -11,6 +11,8 @@ import shardpass as sp
 from shardpass.core.tracing import probing
 from shardpass.testing import assignments, awkward_graph, run, shard_in_memory
 
+from .how_much import one_each
+
 GRAPH = awkward_graph()
 OWNERS = {ranks: assignments(GRAPH.num_nodes, ranks, GRAPH.edge_index)["random"] for ranks in (1, 3)}
 FACTOR = [1.0]
@@ -143,8 +145,7 @@ def called(model, change, x, edges, weight, pick=lambda out: out):
     return out.detach(), given.grad, parameters
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(("name", "ranks"), one_each(CHANGES, (3, 1)))
 def test_a_change_between_calls_is_noticed(name, ranks):
     make, change = CHANGES[name]
     FACTOR[0] = 1.0

@@ -15,10 +15,10 @@ import shardpass as sp
 from shardpass.backends.recording import RecordingCommunicator
 from shardpass.core.ranks import Ranks
 from shardpass.errors import RefusedError
-from shardpass.testing import WholeGraph, assignments, cotangent, run, shard_in_memory
+from shardpass.testing import WholeGraph, cotangent, run, shard_in_memory
 
 from .conv_cases import SORTED
-from .how_much import ONE_TWO_FOUR
+from .how_much import owned_in_turn
 from .on_ranks import on_ranks, share
 from .pyg_cases import GRAPH, mlp
 
@@ -51,9 +51,8 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("ranks", ONE_TWO_FOUR)
-@pytest.mark.parametrize("kind", KINDS)
-def test_wanted_nodes_equal_those_of_the_whole_graph(kind, ranks):
+@pytest.mark.parametrize(("kind", "ranks", "owned"), owned_in_turn(KINDS, (3, 1, 2, 4)))
+def test_wanted_nodes_equal_those_of_the_whole_graph(kind, ranks, owned):
     make, mode = KINDS[kind]
     torch.manual_seed(0)
     plain = PerLayer(make).double()
@@ -61,23 +60,22 @@ def test_wanted_nodes_equal_those_of_the_whole_graph(kind, ranks):
     expected = plain(x, GRAPH.edge_index)
     weights = cotangent(expected) * WANTED[:, None]
     (expected * weights).sum().backward()
-    for where, owners in assignments(GRAPH.num_nodes, ranks, GRAPH.edge_index).items():
 
-        def work(comm, owners=owners, where=where):
-            graph = shard_in_memory(GRAPH, owners, comm, sp.Options(mode=mode, chunk_bytes=1200))
-            model = sp.pyg.wrap(copy.deepcopy(plain), comm, check=where == "random")
-            mine, ids = x.detach()[graph.node_ids].requires_grad_(), graph.node_ids
-            model.zero_grad()
-            out = model(mine, graph.layers(WANTED[ids], 3))
-            (out * weights[ids]).sum().backward()
-            wanted = WANTED[ids]
-            torch.testing.assert_close(out[wanted], expected[ids][wanted], rtol=0, atol=1e-10)
-            torch.testing.assert_close(mine.grad, x.grad[ids], rtol=0, atol=1e-10, msg=where)
-            return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    def work(comm):
+        graph = share(GRAPH, comm, owned, mode=mode, chunk_bytes=1200)
+        model = sp.pyg.wrap(copy.deepcopy(plain), comm, check=owned == "random")
+        mine, ids = x.detach()[graph.node_ids].requires_grad_(), graph.node_ids
+        model.zero_grad()
+        out = model(mine, graph.layers(WANTED[ids], 3))
+        (out * weights[ids]).sum().backward()
+        wanted = WANTED[ids]
+        torch.testing.assert_close(out[wanted], expected[ids][wanted], rtol=0, atol=1e-10)
+        torch.testing.assert_close(mine.grad, x.grad[ids], rtol=0, atol=1e-10)
+        return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
 
-        for parameter, *parts in zip(plain.parameters(), *run(work, ranks)):
-            for part in parts:
-                torch.testing.assert_close(part, parameter.grad, rtol=0, atol=1e-10, msg=where)
+    for parameter, *parts in zip(plain.parameters(), *run(work, ranks)):
+        for part in parts:
+            torch.testing.assert_close(part, parameter.grad, rtol=0, atol=1e-10)
 
 
 def chain(length=24):

@@ -13,11 +13,11 @@ import torch_geometric.nn as gnn
 import shardpass as sp
 from shardpass.core.graphs.union import Unions
 from shardpass.errors import DivergenceError, RefusedError
-from shardpass.testing import assert_exact, cotangent, hetero_assignments, run, shard_hetero_in_memory
+from shardpass.testing import assert_exact, cotangent, hetero_assignments
 
 from .hetero_cases import GRAPH, LAYERS, METADATA, MODELS, TwoLayers, by_type
 from .how_much import assert_case_exact, in_turn, some_by_default
-from .on_ranks import on_ranks, share
+from .on_ranks import on_ranks, on_shares, share
 
 BOUND = 1e-10
 CITES, WRITES, BY = METADATA[1][:3]
@@ -48,16 +48,10 @@ def test_models_are_followed_without_a_warning(name):
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        on_two_ranks(work)
+        on_shares(GRAPH, work)
 
 
-def on_two_ranks(work, where="random"):
-    """What `work(comm, graph)` returns on each of two ranks."""
-    owners = hetero_assignments(GRAPH, 2)[where]
-    return run(lambda comm: work(comm, shard_hetero_in_memory(GRAPH, owners, comm)), 2)
-
-
-@pytest.mark.parametrize("name", ["HGT", "HAN", "to_hetero SAGE"])
+@pytest.mark.parametrize("name", some_by_default(["HGT", "HAN", "to_hetero SAGE"], "HAN", "to_hetero SAGE"))
 def test_every_rank_answers_in_backward_whatever_types_its_loss_reaches(name):
     make, call = MODELS[name]
     torch.manual_seed(0)
@@ -72,7 +66,7 @@ def test_every_rank_answers_in_backward_whatever_types_its_loss_reaches(name):
         sp.sync_gradients(mine, comm)
         return {n: p.grad for n, p in mine.named_parameters() if p.grad is not None}, graph.node_ids_dict
 
-    (found, ids), (_, other_ids) = on_two_ranks(work)
+    (found, ids), (_, other_ids) = on_shares(GRAPH, work)
     out = call(model, GRAPH.node, dict(GRAPH.edges))
     loss = sum(
         (out[kind] * cotangent(torch.empty_like(out[kind])))[rows[kind]].sum()
@@ -99,19 +93,21 @@ def test_a_union_of_relations_is_made_once_for_all_layers_and_calls(comm):
     assert count == 1 and halo_of_union == halo  # HGT keeps a row per relation
 
 
-def test_hgt_takes_relations_in_any_order():
+@pytest.mark.parametrize("against", [False, True])
+def test_hgt_takes_relations_in_any_order_and_against_their_direction(against):
     """PyG itself needs them in the order of the metadata."""
     torch.manual_seed(0)
     plain = gnn.HGTConv(5, 4, METADATA).double()
-    expected = plain(by_type(GRAPH.node, "x"), GRAPH.edges)
+    expected = plain(by_type(GRAPH.node, "x"), GRAPH.edges | ({BY: GRAPH.edges[WRITES].flip(0)} if against else {}))
 
     def work(comm, graph):
         model = sp.pyg.wrap(copy.deepcopy(plain), comm)
-        out = model(graph.x_dict, dict(reversed(list(graph.edge_index_dict.items()))))
+        edges = graph.edge_index_dict | ({BY: graph[WRITES].edge_index.flip(0)} if against else {})
+        out = model(graph.x_dict, edges if against else dict(reversed(list(edges.items()))))
         for kind, rows in graph.node_ids_dict.items():
             torch.testing.assert_close(out[kind], expected[kind][rows], rtol=0, atol=BOUND)
 
-    on_two_ranks(work)
+    on_shares(GRAPH, work)
 
 
 def test_semantic_attention_is_that_of_the_whole_graph():
@@ -125,7 +121,7 @@ def test_semantic_attention_is_that_of_the_whole_graph():
         for kind in expected:
             torch.testing.assert_close(found[kind], expected[kind], rtol=0, atol=BOUND)
 
-    on_two_ranks(work, "types apart")
+    on_shares(GRAPH, work, owners="types apart")
 
 
 LAZY = {
@@ -149,10 +145,10 @@ def test_lazy_layers_take_their_widths_from_a_call_on_made_up_nodes(name):
         out = sp.pyg.wrap(model, comm)(graph.x_dict, graph)
         assert {kind: len(rows) for kind, rows in out.items()} == {k: graph[k].num_own_nodes for k in out}
 
-    on_two_ranks(work, "types apart")
+    on_shares(GRAPH, work, owners="types apart")
 
 
-@pytest.mark.parametrize("name", some_by_default(MODELS, "to_hetero SAGE", "HGT", "HAN"))
+@pytest.mark.parametrize("name", some_by_default(MODELS, "to_hetero SAGE", "HGT"))
 def test_a_copy_of_a_wrapped_model_is_wrapped_and_uses_its_own_parameters(name):
     make, call = MODELS[name]
     plain = make().double()
@@ -170,7 +166,7 @@ def test_a_copy_of_a_wrapped_model_is_wrapped_and_uses_its_own_parameters(name):
         torch.stack([rows.sum() for rows in other.values()]).sum().backward()
         assert all(parameter.grad is None for parameter in model.parameters())
 
-    on_two_ranks(work)
+    on_shares(GRAPH, work)
 
 
 @pytest.mark.parametrize("name", ["HGTConv", "HANConv", "HeteroConv SAGE"])
@@ -180,49 +176,38 @@ def test_ordinary_tensors_are_refused(name):
         call(sp.pyg.wrap(make().double(), sp.connect("local")), GRAPH.node, dict(GRAPH.edges))
 
 
-def _misuse(change):
-    """What each model says on rank 0 to ``change(edge_index_dict, x_dict)``."""
+MISUSES = {
+    "ordinary edges beside sharded ones": (
+        lambda edges, nodes: edges.update({WRITES: torch.zeros(2, 3, dtype=torch.long)}),
+        "take them all from graph.edge_index_dict",
+    ),
+    "edges under the name of another type": (
+        lambda edges, nodes: edges.update({WRITES: edges[BY]}),
+        "go from 'paper' to 'author'; expected edges of that type",
+    ),
+    "rows of another type": (
+        lambda edges, nodes: nodes.update(author=torch.zeros(1, 5).double()),
+        "expected|need",
+    ),
+    "a missing type": (lambda edges, nodes: nodes.pop("venue"), ""),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+@pytest.mark.parametrize(
+    "name", some_by_default(["HeteroConv SAGE", "HGTConv", "HANConv"], "HeteroConv SAGE", "HGTConv")
+)
+def test_dicts_that_do_not_fit_are_told_on_every_rank(name, misuse):
+    change, words = MISUSES[misuse]
 
     def work(comm, graph):
-        found = []
-        for name in ("HeteroConv SAGE", "HGTConv", "HANConv"):
-            model = sp.pyg.wrap(LAYERS[name][0]().double(), comm)
-            edges, nodes = graph.edge_index_dict, graph.x_dict
-            change(edges, nodes)
-            with pytest.raises((ValueError, RefusedError, KeyError, AttributeError, TypeError)) as error:
-                model(nodes, edges)
-            found.append(str(error.value))
-        return found
+        model = sp.pyg.wrap(LAYERS[name][0]().double(), comm)
+        edges, nodes = graph.edge_index_dict, graph.x_dict
+        change(edges, nodes)
+        with pytest.raises((ValueError, RefusedError, KeyError, AttributeError, TypeError), match=words):
+            model(nodes, edges)
 
-    return on_two_ranks(work)[0]
-
-
-def test_ordinary_edges_beside_sharded_ones_are_refused():
-    def change(edges, nodes):
-        edges[WRITES] = torch.zeros(2, 3, dtype=torch.long)
-
-    assert all("take them all from graph.edge_index_dict" in words for words in _misuse(change))
-
-
-def test_edges_under_the_name_of_another_type_are_told():
-    def change(edges, nodes):
-        edges[WRITES] = edges[BY]
-
-    assert all("go from 'paper' to 'author'; expected edges of that type" in words for words in _misuse(change))
-
-
-def test_rows_of_another_type_are_told():
-    def change(edges, nodes):
-        nodes["author"] = torch.zeros(1, 5).double()
-
-    assert all("expected" in words or "need" in words for words in _misuse(change))
-
-
-def test_a_missing_type_is_an_error_on_every_rank():
-    def change(edges, nodes):
-        del nodes["venue"]
-
-    _misuse(change)
+    on_shares(GRAPH, work)
 
 
 @pytest.mark.parametrize("which", ["nodes", "edges"])
@@ -248,21 +233,6 @@ def test_an_edge_type_that_hgt_does_not_know_is_told(comm):
         model(graph.x_dict, graph)
 
 
-def test_hgt_takes_relations_against_their_direction():
-    torch.manual_seed(0)
-    plain = gnn.HGTConv(5, 4, METADATA).double()
-    edges = {**GRAPH.edges, BY: GRAPH.edges[WRITES].flip(0)}
-    expected = plain(by_type(GRAPH.node, "x"), edges)
-
-    def work(comm, graph):
-        model = sp.pyg.wrap(copy.deepcopy(plain), comm)
-        out = model(graph.x_dict, {**graph.edge_index_dict, BY: graph[WRITES].edge_index.flip(0)})
-        for kind, rows in graph.node_ids_dict.items():
-            torch.testing.assert_close(out[kind], expected[kind][rows], rtol=0, atol=BOUND)
-
-    on_two_ranks(work)
-
-
 def test_reversed_relations_are_refused_by_bases_with_the_way_out():
     plain = MODELS["to_hetero_with_bases SAGE"][0]().double()
 
@@ -271,7 +241,7 @@ def test_reversed_relations_are_refused_by_bases_with_the_way_out():
         with pytest.raises(RefusedError, match="ToUndirected"):
             model(graph.x_dict, {**graph.edge_index_dict, BY: graph[WRITES].edge_index.flip(0)})
 
-    on_two_ranks(work)
+    on_shares(GRAPH, work)
 
 
 class OwnHAN(gnn.HANConv):
@@ -295,7 +265,7 @@ def test_rgcn_that_would_number_the_nodes_itself_is_refused():
             model(None, edges.edge_index, kinds)
         return model(graph["paper"].node_ids, edges.edge_index, kinds), graph["paper"].node_ids, model.state_dict()
 
-    results = on_two_ranks(work)
+    results = on_shares(GRAPH, work)
     plain = gnn.RGCNConv(23, 4, 2).double()
     plain.load_state_dict(results[0][2])
     expected = plain(None, GRAPH.edges[CITES], torch.arange(60) % 2)
@@ -303,12 +273,12 @@ def test_rgcn_that_would_number_the_nodes_itself_is_refused():
         torch.testing.assert_close(out, expected[ids], rtol=0, atol=BOUND)
 
 
-GUARDS = {
-    "size": lambda e: e.size(1) > 0,
-    "numel": lambda e: e.numel(),
-    "shape": lambda e: e.shape[1] >= 1,
-    "none": lambda e: not e.size(1) < 1,
-}
+GUARDS = [
+    lambda e: e.size(1) > 0,
+    lambda e: e.numel(),
+    lambda e: e.shape[1] >= 1,
+    lambda e: not e.size(1) < 1,
+]
 
 
 class Guarded(torch.nn.Module):
@@ -328,13 +298,11 @@ def three_calls(m, fields, graph):
     return {kind: sum(out[kind] for out in found) for kind in found[0]}
 
 
-@pytest.mark.parametrize("name", GUARDS)
-def test_types_that_only_this_rank_lacks_are_not_left_out(name):
+def test_types_that_only_this_rank_lacks_are_not_left_out():
     torch.manual_seed(0)
     owners = {"empty part": hetero_assignments(GRAPH, 3)["empty part"]}
-    assert_exact(
-        Guarded(GUARDS[name]).double(), GRAPH, three_calls, sp.pyg.wrap, ranks=3, modes=("sar",), owners=owners
-    )
+    model = Guarded(lambda e: all(guard(e) for guard in GUARDS)).double()
+    assert_exact(model, GRAPH, three_calls, sp.pyg.wrap, ranks=3, modes=("sar",), owners=owners)
 
 
 @on_ranks(2)

@@ -18,7 +18,6 @@ import shardpass as sp
 from shardpass.core.sampling.permutation import shuffled
 from shardpass.errors import RefusedError
 from shardpass.testing import (
-    assignments,
     awkward_hetero_graph,
     hetero_assignments,
     run,
@@ -26,8 +25,9 @@ from shardpass.testing import (
     shard_in_memory,
 )
 
+from .how_much import owned_in_turn
 from .model_cases import Variational
-from .on_ranks import on_ranks
+from .on_ranks import on_ranks, share
 from .pyg_cases import GRAPH
 
 EXAMPLE = runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples" / "link_prediction.py"))
@@ -121,9 +121,8 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("name", LOSSES)
-def test_losses_over_pairs_are_those_of_the_whole_graph(name, ranks):
+@pytest.mark.parametrize(("name", "ranks", "owned"), owned_in_turn(LOSSES))
+def test_losses_over_pairs_are_those_of_the_whole_graph(name, ranks, owned):
     make, loss_of = LOSSES[name]
     torch.manual_seed(0)
     plain = make().double()
@@ -131,8 +130,8 @@ def test_losses_over_pairs_are_those_of_the_whole_graph(name, ranks):
     expected = loss_of(whole, x, GRAPH.edge_index, POS, NEG, None)
     expected.backward()
 
-    def work(comm, owners):
-        graph = shard_in_memory(GRAPH, owners, comm)
+    def work(comm):
+        graph = share(GRAPH, comm, owned)
         model = copy.deepcopy(plain)
         if name == "LightGCN":
             model.embedding = sp.NodeEmbedding(graph, 5).double()
@@ -144,14 +143,13 @@ def test_losses_over_pairs_are_those_of_the_whole_graph(name, ranks):
         loss.backward()
         return loss.detach(), own.grad, [(n, p.grad) for n, p in model.named_parameters()], graph.node_ids
 
-    for owners in assignments(N, ranks, GRAPH.edge_index).values():
-        for loss, grad, grads, ids in run(lambda comm, owners=owners: work(comm, owners), ranks):
-            torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-10)
-            if x.grad is not None:
-                torch.testing.assert_close(grad, x.grad[ids], rtol=0, atol=1e-10)
-            for (key, mine), parameter in zip(grads, whole.parameters()):
-                theirs = parameter.grad[ids] if name == "LightGCN" and key.startswith("embedding") else parameter.grad
-                torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
+    for loss, grad, grads, ids in run(work, ranks):
+        torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-10)
+        if x.grad is not None:
+            torch.testing.assert_close(grad, x.grad[ids], rtol=0, atol=1e-10)
+        for (key, mine), parameter in zip(grads, whole.parameters()):
+            theirs = parameter.grad[ids] if name == "LightGCN" and key.startswith("embedding") else parameter.grad
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
 
 
 class Ratings(nn.Module):

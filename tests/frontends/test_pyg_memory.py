@@ -186,7 +186,7 @@ def test_the_same_losses(kind, mode, tmp_path):
         torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-14)
 
 
-def test_edge_weights_of_layers_that_are_done_are_not_in_memory(tmp_path):
+def test_edge_weights_of_layers_that_are_done_are_not_in_memory(tmp_path, few_objects):
     """Each layer of a GCN makes edge weights of its own; autograd saves them, and nothing else may hold them."""
     whole = awkward_graph()
     owners = assignments(whole.num_nodes, 1, whole.edge_index)["random"]

@@ -18,11 +18,11 @@ import shardpass as sp
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg import methods, models, modules
 from shardpass.frontends.pyg.refusals import refuse_unsupported
-from shardpass.testing import assignments, run, shard_in_memory
+from shardpass.testing import run, shard_in_memory
 
-from .how_much import assert_case_exact, in_turn
+from .how_much import assert_case_exact, in_turn, owned_in_turn
 from .model_cases import MORE_MODELS, Variational
-from .on_ranks import on_ranks
+from .on_ranks import on_ranks, share
 from .pyg_cases import GRAPH, MODELS
 
 PACKAGE = "torch_geometric.nn.models."
@@ -140,8 +140,8 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_losses_that_average_over_nodes_take_in_all_nodes(name, monkeypatch):
+@pytest.mark.parametrize(("name", "ranks", "owned"), owned_in_turn(LOSSES, (3,)))
+def test_losses_that_average_over_nodes_take_in_all_nodes(name, ranks, owned, monkeypatch):
     monkeypatch.setattr(torch, "randn_like", torch.ones_like)  # noise is each rank's own
     make, loss_of = LOSSES[name]
     torch.manual_seed(0)
@@ -149,20 +149,19 @@ def test_losses_that_average_over_nodes_take_in_all_nodes(name, monkeypatch):
     whole = copy.deepcopy(plain)
     expected = loss_of(whole, whole.encode(GRAPH.node["x"], GRAPH.edge_index))
     expected.backward()
-    for owners in assignments(GRAPH.num_nodes, 3, GRAPH.edge_index).values():
 
-        def work(comm, owners=owners):
-            graph = shard_in_memory(GRAPH, owners, comm)
-            model = sp.pyg.wrap(copy.deepcopy(plain), comm)
-            loss = loss_of(model, model.encode(graph.x, graph))
-            loss.backward()
-            sp.sync_gradients(model, comm)
-            return loss.detach(), [p.grad for p in model.parameters()]
+    def work(comm):
+        graph = share(GRAPH, comm, owned)
+        model = sp.pyg.wrap(copy.deepcopy(plain), comm)
+        loss = loss_of(model, model.encode(graph.x, graph))
+        loss.backward()
+        sp.sync_gradients(model, comm)
+        return loss.detach(), [p.grad for p in model.parameters()]
 
-        for loss, grads in run(work, 3):
-            torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-10)
-            for grad, parameter in zip(grads, whole.parameters()):
-                torch.testing.assert_close(grad, parameter.grad, rtol=0, atol=1e-10)
+    for loss, grads in run(work, ranks):
+        torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-10)
+        for grad, parameter in zip(grads, whole.parameters()):
+            torch.testing.assert_close(grad, parameter.grad, rtol=0, atol=1e-10)
 
 
 REFUSED_CALLS = {

@@ -97,16 +97,23 @@ def assert_norm_exact(norm, call, ranks, training):
     assert_exact_in(ONE_PART_EMPTY, model, GRAPH, call, sp.pyg.wrap, ranks)
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def trains_or_not(norms):
+    """Names, and whether it trains. By default only those that track statistics are evaluated."""
+    return [
+        pytest.param(name, training, marks=[] if training or any(True for _ in make().buffers()) else pytest.mark.long)
+        for name, make in norms.items()
+        for training in (True, False)
+    ]
+
+
 @pytest.mark.parametrize("ranks", ONE_TO_FOUR)
-@pytest.mark.parametrize("name", [*WITH_BATCH, *PLAIN])
+@pytest.mark.parametrize(("name", "training"), trains_or_not(WITH_BATCH | PLAIN))
 def test_norm_without_batch(name, ranks, training):
     assert_norm_exact({**WITH_BATCH, **PLAIN}[name](), call_without_batch, ranks, training)
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("ranks", ONE_TO_FOUR)
-@pytest.mark.parametrize("name", WITH_BATCH)
+@pytest.mark.parametrize(("name", "training"), trains_or_not(WITH_BATCH))
 def test_norm_with_the_batch_of_the_graph(name, ranks, training):
     assert_norm_exact(WITH_BATCH[name](), call_with_batch, ranks, training)
 
@@ -283,9 +290,14 @@ class OwnGraphNorm(gnn.GraphNorm):
     """A norm of the user's own."""
 
 
-@pytest.mark.parametrize(
-    "norm", [OwnGraphNorm(5), torch.nn.InstanceNorm1d(5, track_running_stats=True)], ids=["subclass", "torch"]
-)
+class OwnBatchNorm(torch.nn.BatchNorm1d):
+    """A batch norm of the user's own."""
+
+
+NORMS = [OwnGraphNorm(5), OwnBatchNorm(5), torch.nn.InstanceNorm1d(5, track_running_stats=True)]
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: type(norm).__name__)
 def test_norms_that_would_use_own_rows_only_are_refused(norm):
     with pytest.raises(RefusedError, match="its statistics run over all nodes"):
         sp.pyg.wrap(torch.nn.Sequential(norm), sp.connect("local"))

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 pytest.importorskip("torch_geometric")
 
@@ -17,7 +16,7 @@ import shardpass as sp
 from shardpass.errors import RefusedError
 from shardpass.testing import assignments, awkward_hetero_graph, run, shard_in_memory
 
-from .how_much import ONE_TWO_FOUR
+from .how_much import ONE_TWO_FOUR, one_each
 from .on_ranks import on_ranks, share
 from .pyg_cases import GRAPH
 from .test_pyg_tooling import Model, assert_exact_on_ranks, loss_of, made, of_ranks
@@ -98,36 +97,6 @@ def test_clip_grad_norm_counts_rows_owned_by_ranks_once(max_norm):
         torch.testing.assert_close(grad, whole.conv.lin.weight.grad)
 
 
-def test_training_with_clipping_foreach_and_ema_equals_the_whole_graph():
-    def trained(model, step, x, edge_index, objective):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
-        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-        for _ in range(4):
-            optimizer.zero_grad(set_to_none=True)
-            objective(model(x, edge_index)).backward()
-            step(model)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
-            optimizer.step()
-            average.update_parameters(model)
-        average.eval()
-        with torch.no_grad():
-            return average(x, edge_index)
-
-    plain = made()
-
-    def work(comm, graph):
-        model = sp.pyg.wrap(copy.deepcopy(plain), comm)
-        objective = lambda out: sp.mean(out.square().sum(1), None, comm)  # noqa: E731
-        out = trained(model, lambda m: sp.sync_gradients(m, comm), graph.x, graph, objective)
-        return out, graph.node_ids
-
-    expected = trained(
-        copy.deepcopy(plain), lambda m: None, GRAPH.node["x"], GRAPH.edge_index, lambda out: out.square().sum() / 41
-    )
-    for out, ids in of_ranks(work):
-        torch.testing.assert_close(out, expected[ids], rtol=0, atol=1e-7)
-
-
 Y = torch.arange(GRAPH.num_nodes) % 4
 EPOCHS = 20
 
@@ -169,9 +138,8 @@ def trained_with(model, edge_index, edge_type, loss_of, step):
     return losses
 
 
-@pytest.mark.parametrize("make", [Featureless, Recommender])
 @pytest.mark.parametrize("ranks", ONE_TWO_FOUR)
-@pytest.mark.parametrize("mode", ["sar", "halo"])
+@pytest.mark.parametrize(("make", "mode"), one_each([Featureless, Recommender], ["sar", "halo"]))
 def test_training_equals_that_of_the_whole_table(make, ranks, mode):
     owners = assignments(GRAPH.num_nodes, ranks, GRAPH.edge_index)["random"]
     edge_type = torch.arange(GRAPH.edge_index.size(1)) % 2

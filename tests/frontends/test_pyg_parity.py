@@ -69,7 +69,7 @@ def graphs(draw):
     return WholeGraph(num_nodes, edge_index, {"x": x}, fields), owners, ranks
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     graphs(),
     st.sampled_from(["SAGEConv max", "GATConv edges", "user's layer", "GCNConv weighted"]),

@@ -17,14 +17,14 @@ import shardpass as sp
 from shardpass.errors import RefusedError
 from shardpass.testing import run, shard_in_memory
 
+from .how_much import MODES, one_each
 from .on_ranks import on_ranks, share
 from .pyg_cases import GRAPH
 from .test_pyg_behaviour import OWNERS
 
 
-@pytest.mark.parametrize("mode", ["sar", "keep", "halo"])
-@pytest.mark.parametrize("name", ["GATConv", "TransformerConv"])
-def test_dropout_inside_messages_is_replayed_in_backward(name, mode):
+@pytest.mark.parametrize(("mode", "name"), one_each(MODES, ["GATConv", "TransformerConv"]))
+def test_dropout_inside_messages_is_replayed_in_backward(mode, name):
     """The directional derivative of the loss, with the same random numbers, against the gradient."""
     kind = {"GATConv": gnn.GATConv, "TransformerConv": gnn.TransformerConv}[name]
     torch.manual_seed(0)
@@ -127,8 +127,7 @@ FINE = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("what", [*SEEDED, *FINE, "a branch of its own"])
+@pytest.mark.parametrize(("what", "ranks"), one_each([*SEEDED, *FINE, "a branch of its own"], (1, 3)))
 def test_numbers_from_a_seed_of_the_model(what, ranks):
     branch = (False, lambda h: h if torch.rand(()) < 0.5 else 2 * h)
     seeded, draw = {**SEEDED, **FINE}.get(what, branch)
@@ -184,8 +183,7 @@ def assert_same(found, expected):
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "ranks"), one_each(MODELS, (3, 1)))
 def test_parameters_are_those_of_one_process(name, ranks):
     def body(comm):
         graph = shard_in_memory(GRAPH, FOUR % comm.size, comm)

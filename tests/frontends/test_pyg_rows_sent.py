@@ -1,5 +1,7 @@
 """What travels and what is kept: rows in bfloat16 or in shared memory, shards of several edge lists, constant sums."""
 
+import itertools
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -100,10 +102,10 @@ def trained_on(comm, graphs, name):
 
 
 @pytest.mark.parametrize(("name", "mode"), one_each(SHARING))
-@on_ranks(4)
+@on_ranks(3)
 def test_layers_on_several_graphs_of_one_communicator(comm, name, mode):
     graph = awkward_graph()
-    parts = assignments(graph.num_nodes, 4, graph.edge_index)
+    parts = assignments(graph.num_nodes, 3, graph.edge_index)
     sharing(comm)
     twin = sharing(comm.duplicate("twin"))
     results = []
@@ -148,16 +150,12 @@ def without_second_loops(has_loops: bool) -> WholeGraph:
 GRAPHS = {"doubled loops": GRAPH, "loops": without_second_loops(True), "no loops": without_second_loops(False)}
 
 
-@pytest.mark.parametrize(
-    "graph, backward",
-    [
-        ("loops", "push"),
-        ("no loops", "pull"),
-        *(pytest.param(graph, way, marks=pytest.mark.long) for graph in GRAPHS for way in ("pull", "push")),
-    ],
-)
-@pytest.mark.parametrize("name", LAYERS)
-def test_shared_shards_equal_the_whole_graph(name, graph, backward, monkeypatch):
+WAYS = [*itertools.product(GRAPHS, ("pull", "push"))]
+
+
+@pytest.mark.parametrize(("name", "way"), one_each(LAYERS, WAYS))
+def test_shared_shards_equal_the_whole_graph(name, way, monkeypatch):
+    graph, backward = way
     monkeypatch.setattr(derived, "_LONG", 0)
     torch.manual_seed(0)
     options = sp.Options(backward=backward, chunk_bytes=300)

@@ -142,7 +142,11 @@ def test_no_operation_takes_tensors_of_both_places(kind, monkeypatch):
         torch.testing.assert_close(other, one, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(("kind", "mode"), one_each(KINDS, ("sar", "keep")))
+OF_PARTS = one_each(("GCN", "max", "GAT", "GINE"), ("sar", "keep"))
+OF_PARTS += [pytest.param(kind, "sar", marks=pytest.mark.long) for kind in ("SAGE", "GATv2", "dot", "PNA")]
+
+
+@pytest.mark.parametrize(("kind", "mode"), OF_PARTS)
 def test_several_parts(kind, mode):
     options = sp.Options(mode=mode, block_rows=3)  # of which the order of edges depends
     expected = run(step, 3, args=(kind, options, None))

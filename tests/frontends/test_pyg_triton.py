@@ -1,6 +1,7 @@
 """Whole models by way of Triton's kernels, interpreted: the path that tensors of a GPU take, proven without one."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -12,8 +13,6 @@ from torch import nn
 
 import shardpass as sp
 from shardpass.testing import WholeGraph, assert_exact, assignments, shard_in_memory
-
-from .how_much import one_each
 
 NUM_NODES = 13
 
@@ -60,7 +59,16 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(("options", "made"), one_each(OPTIONS, [GAT, Others]))
+BY_DEFAULT = {("push", GAT), ("keep", Others)}  # the test of orders below has a pull
+
+
+@pytest.mark.parametrize(
+    ("options", "made"),
+    [
+        pytest.param(*each, marks=[] if each in BY_DEFAULT else pytest.mark.long)
+        for each in itertools.product(OPTIONS, [GAT, Others])
+    ],
+)
 def test_models_equal_the_whole_graph(triton_device, made, options):
     if triton_device.type == "cuda":
         pytest.skip("ranks that are threads have tensors on the CPU")

@@ -73,7 +73,7 @@ EXACT = {name: _passes(change) for name, change in STRUCTURE.items()} | {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [4, pytest.param(1, marks=pytest.mark.long)])
 def test_functions_that_look_at_rows_one_by_one_are_exact(ranks):
     assert_each_exact(EXACT, GRAPH, ranks)
 
@@ -143,8 +143,7 @@ UNLESS = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("table", [INSTEAD, UNLESS], ids=["always", "as it is called"])
+@pytest.mark.parametrize(("table", "ranks"), [(INSTEAD, 1), (UNLESS, 3)], ids=["always", "as it is called"])
 def test_functions_that_cannot_be_exact_say_what_to_do(table, ranks):
     found = refusals({name: between for name, (between, _) in table.items()}, GRAPH, ranks)
     about = {name: f"torch_geometric.utils.{name} cannot be exact in a model on a sharded graph: " for name in table}

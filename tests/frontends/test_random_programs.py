@@ -71,7 +71,7 @@ def check(seed, library, folder, program=None):
 
 
 def test_some_programs(library, tmp_path):
-    found = [check(seed, library, tmp_path) for seed in range(12)]
+    found = [check(seed, library, tmp_path) for seed in range(3, 10)]
     assert min(found.count("exact"), found.count("refused")) >= 3, "the programs are of both kinds"
 
 

@@ -16,6 +16,7 @@ import shardpass as sp
 from shardpass.errors import CommunicationError, DivergenceError
 from shardpass.testing import run, shard_in_memory
 
+from .how_much import one_each
 from .inside_model import GRAPH
 from .on_ranks import on_ranks
 
@@ -152,13 +153,15 @@ def test_what_differs_is_found_in_the_next_call(words):
         differs_after_wrap({**OPTIONS, **VALUES}[words], "evaluate", 4)
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("change", [loaded, OPTIONS[".dropout"], VALUES["buffer 'shift' is not the same"]])
+@pytest.mark.parametrize(
+    ("call", "change"), one_each(CALLS, [loaded, OPTIONS[".dropout"], VALUES["buffer 'shift' is not the same"]])
+)
 def test_every_kind_of_call_finds_it(call, change):
     with pytest.raises(DivergenceError, match=r"not the same on rank 0 and rank 2|the models differ: .dropout"):
         differs_after_wrap(change, call, 3)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_processes_find_it():
     with pytest.raises(DivergenceError, match=r"parameter 'first.att_src' is not the same on rank 0 and rank 1"):

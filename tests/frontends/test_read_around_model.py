@@ -13,6 +13,8 @@ from shardpass.errors import RefusedError
 from shardpass.testing import run
 
 from .around_model import Task
+from .how_much import one_each
+from .on_ranks import on_ranks
 
 
 def _accuracy(t, out):
@@ -30,8 +32,7 @@ READ = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize(("name", "ranks"), one_each(READ, (3, 1)))
 def test_what_leaves_torch_as_a_number_of_own_rows_is_warned_of_once(name, ranks):
     function, words = READ[name]
 
@@ -49,76 +50,62 @@ def test_what_leaves_torch_as_a_number_of_own_rows_is_warned_of_once(name, ranks
     assert len(found) == (ranks > 1) and all(words in one for one in found)
 
 
-def test_metrics_and_losses_of_all_ranks_are_read_without_a_warning():
-    def work(comm):
-        task = Task(comm)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            loss = task.loss(task.z)
-            loss.backward()
-            read = loss.item(), f"{loss:.3f}", sp.accuracy(task.z, task.y, task.m, comm), repr(task.z[:2])
-            rows = sp.gather(task.graph, task.z)
-            own = comm.all_reduce((task.z.detach() > 0).sum(0))
-        assert read and type(own) is torch.Tensor and (rows is None or type(rows) is torch.Tensor)
-
-    run(work, 3)
+@on_ranks(3)
+def test_metrics_and_losses_of_all_ranks_are_read_without_a_warning(comm):
+    task = Task(comm)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss = task.loss(task.z)
+        loss.backward()
+        read = loss.item(), f"{loss:.3f}", sp.accuracy(task.z, task.y, task.m, comm), repr(task.z[:2])
+        rows = sp.gather(task.graph, task.z)
+        own = comm.all_reduce((task.z.detach() > 0).sum(0))
+    assert read and type(own) is torch.Tensor and (rows is None or type(rows) is torch.Tensor)
 
 
-def test_a_hook_of_gradients_on_the_wrapped_model_is_warned_of():
-    def work(comm):
-        task = Task(comm)
-        task.model.register_full_backward_hook(lambda module, inputs, outputs: None)
-        with pytest.warns(UserWarning, match="Register it on a module within"):
-            task.loss(task.model(task.x, task.graph)).backward()
-
-    run(work, 1)
+@on_ranks(1)
+def test_a_hook_of_gradients_on_the_wrapped_model_is_warned_of(comm):
+    task = Task(comm)
+    task.model.register_full_backward_hook(lambda module, inputs, outputs: None)
+    with pytest.warns(UserWarning, match="Register it on a module within"):
+        task.loss(task.model(task.x, task.graph)).backward()
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_a_sum_over_own_rows_that_is_divided_by_their_number_is_refused(ranks):
-    def work(comm):
-        task = Task(comm)
-        losses = F.cross_entropy(task.z, task.y, reduction="none") * task.m
-        for count in (int(task.m.sum()), task.m.sum(), task.m.numel(), losses.size(0), len(losses)):
-            with pytest.raises(RefusedError, match=r"is divided by their number|made of how many rows"):
-                (losses.sum() / count).backward()
-
-    run(work, ranks)
+@on_ranks(3, 4)
+def test_a_sum_over_own_rows_that_is_divided_by_their_number_is_refused(comm):
+    task = Task(comm)
+    losses = F.cross_entropy(task.z, task.y, reduction="none") * task.m
+    for count in (int(task.m.sum()), task.m.sum(), task.m.numel(), losses.size(0), len(losses)):
+        with pytest.raises(RefusedError, match=r"is divided by their number|made of how many rows"):
+            (losses.sum() / count).backward()
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_loss_reduced_by_hand_has_no_gradients(ranks):
-    def work(comm):
-        task = Task(comm)
-        total = comm.all_reduce(task.z.square().sum(), "sum")
-        assert total.item() > 0
-        with pytest.raises(RefusedError, match=r"comm\.all_reduce, which gives no gradients"):
-            (task.loss(task.z) + total).backward()
-
-    run(work, ranks)
+@on_ranks(1, 3)
+def test_a_loss_reduced_by_hand_has_no_gradients(comm):
+    task = Task(comm)
+    total = comm.all_reduce(task.z.square().sum(), "sum")
+    assert total.item() > 0
+    with pytest.raises(RefusedError, match=r"comm\.all_reduce, which gives no gradients"):
+        (task.loss(task.z) + total).backward()
 
 
-def test_a_penalty_of_parameters_is_not_summed_over_ranks():
-    def work(comm):
-        task = Task(comm)
-        penalty = sum(p.square().sum() for p in task.model.parameters())
-        with pytest.raises(RefusedError, match="made of parameters, which every rank has alike"):
-            sp.all_reduce_sum(penalty, comm)
-        (task.loss(task.z) + penalty).backward()
-
-    run(work, 3)
+@on_ranks(3)
+def test_a_penalty_of_parameters_is_not_summed_over_ranks(comm):
+    task = Task(comm)
+    penalty = sum(p.square().sum() for p in task.model.parameters())
+    with pytest.raises(RefusedError, match="made of parameters, which every rank has alike"):
+        sp.all_reduce_sum(penalty, comm)
+    (task.loss(task.z) + penalty).backward()
 
 
-def test_own_counts_written_into_parameters_are_refused_for_what_they_are():
-    def work(comm):
-        task = Task(comm)
-        state = {name: value.clone() for name, value in task.model.state_dict().items()}
-        name = next(name for name, value in state.items() if value.dim() == 1)
-        state[name] = (task.y == 1).double().sum().expand(state[name].shape)
-        with pytest.raises(RuntimeError, match="`sum` puts rows together"):
-            task.model.load_state_dict(state)
-
-    run(work, 3)
+@on_ranks(3)
+def test_own_counts_written_into_parameters_are_refused_for_what_they_are(comm):
+    task = Task(comm)
+    state = {name: value.clone() for name, value in task.model.state_dict().items()}
+    name = next(name for name, value in state.items() if value.dim() == 1)
+    state[name] = (task.y == 1).double().sum().expand(state[name].shape)
+    with pytest.raises(RuntimeError, match="`sum` puts rows together"):
+        task.model.load_state_dict(state)
 
 
 def test_the_gradient_of_a_tensor_of_its_own_is_told_to_be_a_share():
@@ -150,8 +137,9 @@ class Reduces(torch.nn.Module):
 def test_a_model_may_reduce_sums_and_maxima_over_ranks_itself():
     def work(comm):
         task = Task(comm)
-        torch.manual_seed(0)
-        model = sp.pyg.wrap(Reduces(comm), comm)
+        with sp.seed(0, comm):  # ranks are threads that draw from one generator
+            model = Reduces(comm)
+        model = sp.pyg.wrap(model, comm)
         return float(task.loss(model(task.x)))
 
     (whole,) = run(work, 1)

@@ -14,7 +14,7 @@ import shardpass as sp
 from shardpass.testing import assignments, run, shard_in_memory
 
 from .conv_cases import CONVS, edges
-from .how_much import some_by_default
+from .how_much import ONE_OR_THREE, some_by_default
 from .pyg_cases import GRAPH
 from .six_epochs import trained
 
@@ -28,7 +28,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", ONE_OR_THREE)
 @pytest.mark.parametrize(
     "name", some_by_default(LAYERS, "RGCNConv, sums per relation", "GCNConv", "SAGEConv", "GATConv attention weights")
 )

@@ -234,8 +234,7 @@ LOADERS = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize(("name", "ranks"), one_each(LOADERS, (3, 1)))
 def test_batches_do_not_depend_on_how_they_are_made(name, ranks, monkeypatch):
     """Ahead by a thread or not, with the loops of numba or of numpy, and however the graph travels."""
     owners = assignments(GRAPH.num_nodes, ranks, GRAPH.edge_index)["random"]

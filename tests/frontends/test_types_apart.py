@@ -14,6 +14,7 @@ from torch_geometric.utils import scatter
 import shardpass as sp
 from shardpass.testing import WholeHeteroGraph, shard_hetero_in_memory
 
+from .how_much import one_each
 from .on_ranks import assert_refused, assert_rows
 
 N, CHANNELS = 24, 4
@@ -130,13 +131,13 @@ def called(model, comm):
     return graph.node_ids_dict["paper"], out["paper"]
 
 
-@pytest.mark.parametrize("name", EXACT)
-def test_each_type_by_itself_is_exact(name):
+@pytest.mark.parametrize(("name", "ranks"), one_each(EXACT, (4, 1)))
+def test_each_type_by_itself_is_exact(name, ranks):
     model = model_of(EXACT[name])
     x = {kind: fields["x"] for kind, fields in GRAPH.node.items()}
     weights = {kind: fields.get("w") for kind, fields in GRAPH.edge.items()}
     expected = copy.deepcopy(model)(x, GRAPH.edges, weights)["paper"]
-    assert_rows(lambda comm: called(model, comm), expected)
+    assert_rows(lambda comm: called(model, comm), expected, ranks=(ranks,))
 
 
 def test_a_pair_the_wrong_way_round_is_refused_by_a_layer_of_dgl():
@@ -157,7 +158,7 @@ def test_a_pair_the_wrong_way_round_is_refused_by_a_layer_of_dgl():
     assert_refused(call, "test_types_apart.py")
 
 
-@pytest.mark.parametrize("name", MIXED)
-def test_rows_of_two_types_or_relations_are_not_put_together(name):
+@pytest.mark.parametrize(("name", "ranks"), one_each(MIXED, (4, 1)))
+def test_rows_of_two_types_or_relations_are_not_put_together(name, ranks):
     model = model_of(MIXED[name])
-    assert_refused(lambda comm: called(model, comm), "test_types_apart.py")
+    assert_refused(lambda comm: called(model, comm), "test_types_apart.py", ranks=(ranks,))
