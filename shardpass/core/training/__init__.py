@@ -10,10 +10,10 @@ from shardpass.core.training.gradients import (
     GradientSums,
     clip_grad_norm,
     no_sync,
-    refuse_inside_ddp,
     sync_gradients,
     sync_parameters,
 )
+from shardpass.core.training.groups import is_fully_sharded, is_sharded, refuse_inside_ddp, refuse_sharded
 from shardpass.core.training.metrics import accuracy, average_precision, f1, mae, roc_auc
 from shardpass.core.training.moments import Moments, RowNorm, global_moments, row_moments, shifted, total_rows
 from shardpass.core.training.norm import BATCH_NORMS, DistributedBatchNorm, SteadyNorms, replace_batch_norms
@@ -34,12 +34,15 @@ __all__ = [
     "cross_entropy",
     "f1",
     "global_moments",
+    "is_fully_sharded",
+    "is_sharded",
     "load_checkpoint",
     "mae",
     "mean",
     "no_sync",
     "read_verified",
     "refuse_inside_ddp",
+    "refuse_sharded",
     "refuse_unlike",
     "replace_batch_norms",
     "replicated",
