@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.data import Data
@@ -82,13 +86,13 @@ def flat(net: nn.Module) -> list[float]:
 class Groups:
     """One rank of a mesh ``shape`` of data x graph."""
 
-    def __init__(self, *shape: int) -> None:
+    def __init__(self, *shape: int, net: nn.Module | None = None) -> None:
         self.shape = shape
         self.mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "graph"))
         self.comm = sp.connect(self.mesh["graph"])
         self.group = self.mesh["data"].get_group()
         self.graph = sp.shard(graph(self.mesh.get_local_rank("data")), self.comm)
-        self.wrapped = sp.pyg.wrap(build(), self.comm)
+        self.wrapped = sp.pyg.wrap(build() if net is None else net, self.comm)
 
     def averaging(self, how: str) -> nn.Module:
         """The wrapped model with what averages its gradients over the data groups."""
@@ -133,7 +137,7 @@ class Groups:
         dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
 
     def load(self, path: str, how: str) -> list[float]:
-        """The numbers of the checkpoint, and the loss and numbers of one more step."""
+        """The numbers of the model after it was read."""
         net = self.averaging(how)
         self.trained = net, optimizer_of(net)
         read(path, *self.trained)
@@ -151,3 +155,101 @@ def read(path: str, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def trainings(world: sp.Communicator, cases: list[tuple[tuple[int, int], str]]) -> list[list[list[float]]]:
     return [Groups(*shape).train(how) for shape, how in cases]
+
+
+def all_used() -> Net:
+    """A model whose optimizer has states of all its parameters."""
+    net = build()
+    del net.unused
+    return net
+
+
+def checkpoints(world: sp.Communicator, folder: str) -> list[list[float]]:
+    """What 2 x 2 trained and saved, and what 4 x 1 read of it, for each way."""
+    found = []
+    for how in ("fsdp", "ddp"):
+        saved = Groups(2, 2, net=all_used())
+        found.append(saved.train(how)[-1][1:])
+        saved.save(f"{folder}/{how}")
+        found += [Groups(4, 1, net=all_used()).load(f"{folder}/{how}", other) for other in ("fsdp", "ddp")]
+    return found
+
+
+def accumulated(groups: Groups, how: str, waits: Callable[[nn.Module, bool], AbstractContextManager[Any]]) -> float:
+    """By how much the gradients of two backward passes differ from twice those of one."""
+    net = groups.averaging(how)
+    once, twice = [], []
+    for sizes, passes in ((once, 1), (twice, 2)):
+        net.zero_grad()
+        for number in range(passes):
+            with waits(net, number == passes - 1):
+                out = net(groups.graph.x, groups.graph)
+                sp.cross_entropy(out, groups.graph.y, None, groups.comm).backward()
+        sizes += [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad.clone() for p in net.parameters()]
+    return max(float((two - 2 * one).abs().max()) for one, two in zip(once, twice))
+
+
+def of_torch(net: nn.Module, is_last: bool) -> AbstractContextManager[Any]:
+    if isinstance(net, DistributedDataParallel):
+        return nullcontext() if is_last else net.no_sync()
+    net.set_requires_gradient_sync(is_last)
+    return nullcontext()
+
+
+def of_ours(net: nn.Module, is_last: bool) -> AbstractContextManager[Any]:
+    return nullcontext() if is_last else sp.no_sync(net.module if isinstance(net, DistributedDataParallel) else net)
+
+
+def accumulations(world: sp.Communicator) -> list[float]:
+    ways = [("ddp", of_torch), ("ddp", of_ours), ("fsdp", of_torch)]
+    return [accumulated(Groups(2, 2, net=all_used()), *way) for way in ways]
+
+
+def refusals(world: sp.Communicator) -> list[str]:
+    """What each misuse says on this rank."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "graph"))
+    comm = sp.connect(mesh["graph"])
+    shares = sp.shard(graph(0), comm)
+
+    def over_all():
+        return DistributedDataParallel(sp.pyg.wrap(build(), comm))(shares.x, shares)
+
+    def sharded(method="forward", x=shares.x, of=lambda net: net):
+        net = sp.pyg.wrap(build(), comm)
+        fully_shard(of(net), mesh=mesh["data"])
+        return getattr(net, "__call__" if method == "forward" else method)(x, shares)
+
+    def waiting():
+        net = sp.pyg.wrap(build(), comm)
+        fully_shard(net, mesh=mesh["data"])
+        with sp.no_sync(net):
+            pass
+
+    def sharded_rows():
+        net = sp.pyg.wrap(nn.Sequential(sp.NodeEmbedding(shares, 2), nn.Linear(2, 2)), comm)
+        fully_shard(net, mesh=mesh["data"])
+        net()
+
+    misuses = [
+        over_all,
+        lambda: sharded("encode"),
+        lambda: sharded(of=lambda net: net.first),
+        lambda: sharded(x=shares.x.clone().requires_grad_()),
+        waiting,
+        sharded_rows,
+        lambda: sp.pyg.wrap(DistributedDataParallel(build(), process_group=mesh["data"].get_group()), comm),
+        lambda: sp.pyg.wrap(fully_shard(build(), mesh=mesh["data"]), comm),
+        lambda: sp.connect(mesh),
+        lambda: sp.connect(mesh["graph"], group=mesh["data"].get_group()),
+        lambda: sp.connect(mesh["graph"].get_group()),
+        lambda: sp.connect(DeviceMesh("cpu", [0, 1])),
+    ]
+    return [told(misuse) for misuse in misuses]
+
+
+def told(misuse: Callable[[], Any]) -> str:
+    try:
+        misuse()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"

@@ -5,7 +5,7 @@ import torch
 
 import shardpass as sp
 
-from .groups_program import alone, trainings
+from .groups_program import accumulations, all_used, alone, checkpoints, flat, optimizer_of, read, refusals, trainings
 
 CASES = [
     ((2, 2), "by hand"),
@@ -30,3 +30,29 @@ def test_as_one_process_that_averages_the_losses():
                 torch.tensor(steps), torch.tensor(alone(shape[0], how)), rtol=0, atol=1e-10,
                 msg=lambda text, told=f"{shape} {how} on rank {rank}": f"{told}: {text}",
             )  # fmt: skip
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_checkpoints_of_torch_are_read_by_other_groups(tmp_path):
+    found = sp.spawn(checkpoints, 4, "processes", args=(str(tmp_path),))
+    for saved, *others in (found[0][:3], found[0][3:]):
+        assert others == [saved, saved]
+    for how, saved in (("fsdp", found[0][0]), ("ddp", found[0][3])):
+        net = all_used()
+        read(f"{tmp_path}/{how}", net, optimizer_of(net))
+        assert flat(net) == saved
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_gradients_that_accumulate():
+    for differences in sp.spawn(accumulations, 4, "processes"):
+        assert max(differences) < 1e-12
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_refusals():
+    for told in sp.spawn(refusals, 4, "processes"):
+        print(*told, sep="\n")

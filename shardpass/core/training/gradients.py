@@ -85,10 +85,12 @@ class GradientSums:
     Attributes:
         waits: gradients that backward finds now are held until it finds others when this is off again.
         is_left: gradients are not summed here, but by `sync_gradients`.
+        local: the names of the parameters that are rows owned by ranks.
     """
 
     def __init__(self, comm: Ranks, model: nn.Module) -> None:
         self.comm, self.waits, self.is_left = comm, False, False
+        self.local = {name for name, parameter in model.named_parameters() if is_local(parameter)}
         self._copies: list[tuple[Any, Tensor, ParameterCopies]] = []  # of parts, and of the whole model
         self._held: Any = torch_private.WeakTensorKeyDictionary()
         comm.caches.of(SummedModels).models.add(model)

@@ -9,6 +9,7 @@ way since every rank along ``graph`` has the same sums then.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardpass.core.ranks import Ranks, torch_private
+from shardpass.core.ranks import Ranks, is_local, torch_private
 from shardpass.errors import RefusedError
 
 _ONE_PIECE = (
@@ -66,11 +67,12 @@ def is_sharded(tensor: Any) -> bool:
     return hasattr(type(tensor), "full_tensor")
 
 
-def refuse_sharded(model: nn.Module, args: Any = ()) -> None:
+def refuse_sharded(model: nn.Module, args: Any = (), local: Collection[str] = ()) -> None:
     """Raise unless all of each parameter is here and what ``fully_shard`` does in backward comes after the sums.
 
     Args:
         args: of the call that begins.
+        local: the names of the parameters that were rows owned by ranks when the model was wrapped.
 
     Raises:
         RefusedError: it does not.
@@ -83,6 +85,13 @@ def refuse_sharded(model: nn.Module, args: Any = ()) -> None:
             continue
         if module is not model:
             raise RefusedError(f"fully_shard was applied to module {name!r} within a wrapped model: {_ONE_PIECE}")
+        lost = [name for name, parameter in module.named_parameters() if name in local and not is_local(parameter)]
+        if lost:
+            raise RefusedError(
+                f"fully_shard has sharded {lost[0]!r}, which are rows that ranks own already: leave them out, as in "
+                f"fully_shard(model, mesh=mesh['data'], ignored_params={{model.{lost[0]}}}), and average their gradient "
+                f"yourself where the groups have the same graph"
+            )
         leaves = torch_private.tree_leaves(args)
         if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             raise RefusedError(

@@ -197,7 +197,7 @@ class OutermostCall:
             if torch.is_grad_enabled():
                 refuse_inside_ddp(self.comm)
             if self.comm.size > 1:
-                refuse_sharded(self.model, (args, kwargs))
+                refuse_sharded(self.model, (args, kwargs), self.sums.local)
             self.comm.run_at_once()
             if self.before is not None:
                 self.before()
