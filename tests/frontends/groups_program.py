@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, SAGEConv
@@ -77,6 +77,13 @@ def alone(groups: int, how: str) -> list[list[float]]:
     return found
 
 
+def average(net: nn.Module, group: Any, size: int) -> None:
+    for parameter in net.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad, group=group)
+            parameter.grad /= size
+
+
 def flat(net: nn.Module) -> list[float]:
     """All numbers of all parameters, those of other processes too. Collective where they are sharded."""
     whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters()]
@@ -123,10 +130,7 @@ class Groups:
         loss = sp.cross_entropy(out, self.graph.y, None, self.comm) + penalty(self.wrapped)
         loss.backward()
         if is_by_hand:
-            for parameter in net.parameters():
-                if parameter.grad is not None:
-                    dist.all_reduce(parameter.grad, group=self.group)
-                    parameter.grad /= self.shape[0]
+            average(net, self.group, self.shape[0])
         optimizer.step()
         total = torch.tensor(loss.item(), dtype=torch.float64)
         dist.all_reduce(total, group=self.group)
@@ -205,6 +209,26 @@ def accumulations(world: sp.Communicator) -> list[float]:
     return [accumulated(Groups(2, 2, net=all_used()), *way) for way in ways]
 
 
+def by_parts(world: sp.Communicator) -> list[list[float]]:
+    """The clipped gradients of a method besides ``forward`` and of ``forward``, by each way of averaging them."""
+    found = []
+    for how in ("by hand", "fsdp", "fsdp, resharding"):
+        groups = Groups(2, 2)
+        net = groups.averaging(how)
+        if how != "by hand":
+            register_fsdp_forward_method(net, "encode")
+        sp.mean(net.encode(groups.graph.x, groups.graph).square().mean(1), None, groups.comm).backward()
+        sp.cross_entropy(net(groups.graph.x, groups.graph), groups.graph.y, None, groups.comm).backward()
+        if how == "by hand":
+            average(net, groups.group, 2)
+        norm = sp.clip_grad_norm(net, 0.1, groups.comm)
+        whole = [
+            g.full_tensor() if hasattr(g, "full_tensor") else g for p in net.parameters() if (g := p.grad) is not None
+        ]
+        found.append([norm.item(), *torch.cat([gradient.flatten() for gradient in whole]).tolist()])
+    return found
+
+
 def refusals(world: sp.Communicator) -> list[str]:
     """What each misuse says on this rank."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "graph"))
@@ -225,6 +249,11 @@ def refusals(world: sp.Communicator) -> list[str]:
         with sp.no_sync(net):
             pass
 
+    def after(call):
+        net = sp.pyg.wrap(build(), comm)
+        fully_shard(net, mesh=mesh["data"])
+        call(net)
+
     def sharded_rows():
         net = sp.pyg.wrap(nn.Sequential(sp.NodeEmbedding(shares, 2), nn.Linear(2, 2)), comm)
         fully_shard(net, mesh=mesh["data"])
@@ -237,6 +266,9 @@ def refusals(world: sp.Communicator) -> list[str]:
         lambda: sharded(x=shares.x.clone().requires_grad_()),
         waiting,
         sharded_rows,
+        lambda: after(lambda net: sp.sync_parameters(net, comm)),
+        lambda: after(lambda net: sp.save_checkpoint("never written", comm, net)),
+        lambda: sp.sync_gradients(fully_shard(build(), mesh=mesh["data"]), comm),
         lambda: sp.pyg.wrap(DistributedDataParallel(build(), process_group=mesh["data"].get_group()), comm),
         lambda: sp.pyg.wrap(fully_shard(build(), mesh=mesh["data"]), comm),
         lambda: sp.connect(mesh),

@@ -1,11 +1,24 @@
 """Groups of ranks, each with a graph of its own, and gradients averaged over the groups, by whoever does that."""
 
+import re
+
 import pytest
 import torch
 
 import shardpass as sp
 
-from .groups_program import accumulations, all_used, alone, checkpoints, flat, optimizer_of, read, refusals, trainings
+from .groups_program import (
+    accumulations,
+    all_used,
+    alone,
+    by_parts,
+    checkpoints,
+    flat,
+    optimizer_of,
+    read,
+    refusals,
+    trainings,
+)
 
 CASES = [
     ((2, 2), "by hand"),
@@ -53,6 +66,33 @@ def test_gradients_that_accumulate():
 
 @pytest.mark.processes
 @pytest.mark.long
+def test_several_calls_and_clipping():
+    for by_hand, *others in sp.spawn(by_parts, 4, "processes"):
+        for other in others:
+            torch.testing.assert_close(torch.tensor(other), torch.tensor(by_hand), rtol=0, atol=1e-12)
+
+
+REFUSALS = [
+    "RefusedError: DistributedDataParallel around the wrapped model is refused: it averages gradients over ranks that",
+    "RefusedError: Net: parameter 'unused' is sharded over processes .* register_fsdp_forward_method",
+    "RefusedError: Net: parameter 'first.lin_l.weight' is sharded over processes .* in one piece",
+    "RefusedError: an argument of a model that fully_shard has sharded requires a gradient",
+    "RefusedError: no_sync: fully_shard takes the gradients .* set_requires_gradient_sync",
+    "RefusedError: fully_shard has sharded '0.weight', rows that ranks own already: .* ignored_params",
+    "RefusedError: sync_parameters: parameter 'unused' is sharded over processes .* before fully_shard",
+    "RefusedError: save_checkpoint.*: parameter 'unused' is sharded over processes .* torch.distributed.checkpoint",
+    "RefusedError: sync_gradients: parameter 'unused' is sharded over processes",
+    "RefusedError: DistributedDataParallel averages gradients, .* with process_group= the ranks that share no graph",
+    "RefusedError: FSDPNet: parameter 'unused' is sharded over processes .*: wrap the model first",
+    r"ValueError: connect: the mesh has 2 dimensions .* connect\(mesh\['data'\]\) or connect\(mesh\['graph'\]\)",
+    "ValueError: connect: got a mesh and `group=`",
+    "TypeError: connect: the first argument is the name of a backend or a DeviceMesh, but got ProcessGroup",
+]
+OUTSIDE = r"ValueError: connect: process \d is not in the mesh of the processes \[0, 1\]"
+
+
+@pytest.mark.processes
 def test_refusals():
-    for told in sp.spawn(refusals, 4, "processes"):
-        print(*told, sep="\n")
+    for rank, told in enumerate(sp.spawn(refusals, 4, "processes")):
+        for text, pattern in zip(told, [*REFUSALS, "nothing" if rank < 2 else OUTSIDE], strict=True):
+            assert re.match(pattern, text), text

@@ -13,7 +13,7 @@ from shardpass.core.training.gradients import (
     sync_gradients,
     sync_parameters,
 )
-from shardpass.core.training.groups import is_fully_sharded, is_sharded, refuse_inside_ddp, refuse_sharded
+from shardpass.core.training.groups import refuse_inside_ddp, refuse_sharded
 from shardpass.core.training.metrics import accuracy, average_precision, f1, mae, roc_auc
 from shardpass.core.training.moments import Moments, RowNorm, global_moments, row_moments, shifted, total_rows
 from shardpass.core.training.norm import BATCH_NORMS, DistributedBatchNorm, SteadyNorms, replace_batch_norms
@@ -34,8 +34,6 @@ __all__ = [
     "cross_entropy",
     "f1",
     "global_moments",
-    "is_fully_sharded",
-    "is_sharded",
     "load_checkpoint",
     "mae",
     "mean",

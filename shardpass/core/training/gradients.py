@@ -35,7 +35,7 @@ from shardpass.core.ranks import (
     warn_of_unwrapped,
 )
 from shardpass.core.training.buckets import BUCKET_BYTES, broadcast_tensors, summed_tensors
-from shardpass.core.training.groups import is_fully_sharded, refuse_ddp
+from shardpass.core.training.groups import is_fully_sharded, is_sharded, refuse_ddp, refuse_parts
 from shardpass.core.training.same_model import alike, first_difference, refuse_unlike
 from shardpass.errors import RefusedError, ShardpassError
 
@@ -62,8 +62,10 @@ def sync_parameters(model: nn.Module, comm: Ranks, bucket_bytes: int = BUCKET_BY
 
     Raises:
         ValueError: on every rank, if the models differ; it names the first difference.
+        RefusedError: ``fully_shard`` has sharded the model.
     """
     require_model(model, "sync_parameters(model, comm)")
+    refuse_parts(model, "sync_parameters", "call it before fully_shard; wrap does, too")
     named = [*alike(model), *model.named_buffers()]
     for name, tensor in named:
         if nn.parameter.is_lazy(tensor):
@@ -254,8 +256,8 @@ def sync_gradients(
     Raises:
         ShardpassError: on every rank, if a gradient is sparse, or has not changed since it was summed.
         DivergenceError: on every rank, if the model differs between ranks; see `refuse_unlike`.
-        RefusedError: DistributedDataParallel averages over these ranks, around the model or within it; or ranks that
-            are threads hold one model.
+        RefusedError: DistributedDataParallel averages over these ranks, around the model or within it; ``fully_shard``
+            has sharded it; or ranks that are threads hold one model.
     """
     require_ranks(comm, "sync_gradients(model, comm)")
     require_model(model, "sync_gradients(model, comm)")
@@ -268,6 +270,7 @@ def sync_gradients(
     summed = {parameter for module in sums for parameter in module.parameters()}
     left = [parameter for _, parameter in alike(model) if parameter not in summed]
     if left:
+        refuse_parts(model, "sync_gradients", "use DistributedDataParallel(model, process_group=...)")
         refuse_shared_model(model, comm, "sync_gradients")
         warn_of_unwrapped(model, comm, stacklevel=2)
         refuse_unlike(model, comm)
@@ -344,7 +347,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float, comm: Ranks) -> Tensor:
     shared, rows = squares = torch.zeros(2, dtype=torch.float64, device=comm.device)
     found = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     for parameter, gradient in found:
-        square = torch.linalg.vector_norm(gradient.detach().double()).square()
+        square: Any = torch.linalg.vector_norm(gradient.detach().double()).square()
+        square = square.full_tensor() if is_sharded(square) else square  # of what fully_shard has sharded
         squares[int(is_local(parameter))] += square.to(comm.device)
     norm = (shared + comm.all_reduce(rows, "sum", "clip_grad_norm")).sqrt()
     factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))  # as torch does

@@ -38,9 +38,8 @@ def refuse_ddp(around: DistributedDataParallel, where: str, comm: Ranks) -> None
     """
     if comm.size == 1:
         return
-    averaged = {*dist.get_process_group_ranks(around.process_group)}
     others = [process for rank, process in enumerate(comm.processes) if rank != comm.rank]
-    if others and averaged.isdisjoint(others):
+    if others and {*dist.get_process_group_ranks(around.process_group)}.isdisjoint(others):
         return
     raise RefusedError(
         f"DistributedDataParallel around {where} is refused: it averages gradients over ranks that share a graph, "
@@ -67,6 +66,21 @@ def is_sharded(tensor: Any) -> bool:
     return hasattr(type(tensor), "full_tensor")
 
 
+def refuse_parts(model: nn.Module, call: str, instead: str) -> None:
+    """Raise if `model` has a parameter of which this process has a part.
+
+    Args:
+        call: what was called, for the error.
+        instead: what to do.
+
+    Raises:
+        RefusedError: naming the first such parameter.
+    """
+    for name, parameter in model.named_parameters():
+        if is_sharded(parameter):
+            raise RefusedError(f"{call}: parameter {name!r} is sharded over processes (a DTensor): {instead}")
+
+
 def refuse_sharded(model: nn.Module, args: Any = (), local: Collection[str] = ()) -> None:
     """Raise unless all of each parameter is here and what ``fully_shard`` does in backward comes after the sums.
 
@@ -77,9 +91,7 @@ def refuse_sharded(model: nn.Module, args: Any = (), local: Collection[str] = ()
     Raises:
         RefusedError: it does not.
     """
-    for name, parameter in model.named_parameters():
-        if is_sharded(parameter):
-            raise RefusedError(f"parameter {name!r} is sharded over processes (a DTensor) in a call: {_ONE_PIECE}")
+    refuse_parts(model, type(model).__name__, _ONE_PIECE)
     for name, module in model.named_modules():
         if not is_fully_sharded(module):
             continue
@@ -88,8 +100,8 @@ def refuse_sharded(model: nn.Module, args: Any = (), local: Collection[str] = ()
         lost = [name for name, parameter in module.named_parameters() if name in local and not is_local(parameter)]
         if lost:
             raise RefusedError(
-                f"fully_shard has sharded {lost[0]!r}, which are rows that ranks own already: leave them out, as in "
-                f"fully_shard(model, mesh=mesh['data'], ignored_params={{model.{lost[0]}}}), and average their gradient "
+                f"fully_shard has sharded {lost[0]!r}, rows that ranks own already: leave them out by fully_shard(model, "
+                f"mesh=mesh['data'], ignored_params={{model.get_parameter({lost[0]!r})}}), and average their gradient "
                 f"yourself where the groups have the same graph"
             )
         leaves = torch_private.tree_leaves(args)
