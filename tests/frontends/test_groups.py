@@ -74,8 +74,8 @@ def test_several_calls_and_clipping():
 
 REFUSALS = [
     "RefusedError: DistributedDataParallel around the wrapped model is refused: it averages gradients over ranks that",
-    "RefusedError: Net: parameter 'unused' is sharded over processes .* register_fsdp_forward_method",
-    "RefusedError: Net: parameter 'first.lin_l.weight' is sharded over processes .* in one piece",
+    "RefusedError: (FSDP)?Net: parameter 'unused' is sharded over processes .* register_fsdp_forward_method",
+    "RefusedError: (FSDP)?Net: parameter 'first.lin_l.weight' is sharded over processes .* in one piece",
     "RefusedError: an argument of a model that fully_shard has sharded requires a gradient",
     "RefusedError: no_sync: fully_shard takes the gradients .* set_requires_gradient_sync",
     "RefusedError: fully_shard has sharded '0.weight', rows that ranks own already: .* ignored_params",

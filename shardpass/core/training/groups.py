@@ -100,9 +100,9 @@ def refuse_sharded(model: nn.Module, args: Any = (), local: Collection[str] = ()
         lost = [name for name, parameter in module.named_parameters() if name in local and not is_local(parameter)]
         if lost:
             raise RefusedError(
-                f"fully_shard has sharded {lost[0]!r}, rows that ranks own already: leave them out by fully_shard(model, "
-                f"mesh=mesh['data'], ignored_params={{model.get_parameter({lost[0]!r})}}), and average their gradient "
-                f"yourself where the groups have the same graph"
+                f"fully_shard has sharded {lost[0]!r}, rows that ranks own already: leave them out by "
+                f"fully_shard(model, mesh=mesh['data'], ignored_params={{model.get_parameter({lost[0]!r})}}), and "
+                f"average their gradient yourself where the groups have the same graph"
             )
         leaves = torch_private.tree_leaves(args)
         if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
