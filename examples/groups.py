@@ -1,5 +1,6 @@
 """Several graphs at once, each shared by a group of ranks: gradients are averaged over the groups.
 
+    python examples/groups.py
     torchrun --nproc-per-node 4 examples/groups.py
 
 Half of the processes share one graph, and half another one. One process is one group.
