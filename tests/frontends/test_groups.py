@@ -77,7 +77,7 @@ REFUSALS = [
     "RefusedError: (FSDP)?Net: parameter 'unused' is sharded over processes .* register_fsdp_forward_method",
     "RefusedError: (FSDP)?Net: parameter 'first.lin_l.weight' is sharded over processes .* in one piece",
     "RefusedError: an argument of a model that fully_shard has sharded requires a gradient",
-    "RefusedError: no_sync: fully_shard takes the gradients .* set_requires_gradient_sync",
+    "RefusedError: no_sync: fully_shard takes the gradients .*set_requires_gradient_sync",
     "RefusedError: fully_shard has sharded '0.weight', rows that ranks own already: .* ignored_params",
     "RefusedError: sync_parameters: parameter 'unused' is sharded over processes .* before fully_shard",
     "RefusedError: save_checkpoint.*: parameter 'unused' is sharded over processes .* torch.distributed.checkpoint",
