@@ -9,6 +9,7 @@ from functools import cache, partial
 from typing import Any, Literal, TypeVar
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardpass import backends
 from shardpass.backends import Communicator, lacks_cheap_tensors
@@ -28,7 +29,7 @@ _MOST_RANKS = 4096  # of one machine: threads and processes beyond take its memo
 
 
 def connect(
-    backend: str = "auto",
+    backend: str | DeviceMesh = "auto",
     *,
     ranks: int | None = None,
     device: torch.device | str = "cpu",
@@ -55,7 +56,8 @@ def connect(
     than before; a single process is left alone.
 
     Args:
-        backend: ``"auto"``, ``"local"``, ``"torch_distributed"`` or ``"mpi"``. Threads are started with `spawn`.
+        backend: ``"auto"``, ``"local"``, ``"torch_distributed"`` or ``"mpi"``. Threads are started with `spawn`. Or a
+            `DeviceMesh` of one dimension, whose processes share the graph: ``connect(mesh["graph"])``.
         ranks: the number of ranks expected, checked.
         device: of the tensors; ``"cuda"`` takes the device of the local rank.
         group: a process group (torch_distributed) or an mpi4py communicator (mpi) to use instead of all processes.
@@ -70,13 +72,16 @@ def connect(
 
     Raises:
         CommunicationError: when the other ranks cannot be reached, or are more or fewer than the launcher started.
-        ValueError: for an unknown backend, or when ``ranks`` differs from the number of ranks.
+        ValueError: for an unknown backend; a mesh of several dimensions, or without this process; or when ``ranks``
+            differs from the number of ranks.
     """
     shorten_tracebacks()
     require_device(device, "connect(device=)")
     _require_seconds("connect", timeout=timeout, connect_timeout=connect_timeout, host_timeout=host_timeout)
     if black_box is not None:
         require_path(black_box, "connect(black_box=)")
+    if not isinstance(backend, str):
+        backend, group = _group_as_first(backend, group)
     comm = backends.connect(
         backend,
         ranks=ranks,
@@ -93,6 +98,18 @@ def connect(
             f"fresh tensors cost up to a third of an epoch's CPU time: `{export}` before Python starts"
         )
     return Ranks(comm)
+
+
+def _group_as_first(given: Any, group: Any) -> tuple[str, Any]:
+    """The backend and the group where `connect` was given a mesh as its first argument."""
+    if not isinstance(given, DeviceMesh):
+        raise TypeError(
+            f"connect: the first argument is the name of a backend or a DeviceMesh, but got {type(given).__name__}; a "
+            f"process group or an mpi4py communicator goes to `group=`"
+        )
+    if group is not None:
+        raise ValueError("connect: got a mesh and `group=`, but a mesh names its ranks itself: leave `group` away")
+    return "torch_distributed", given
 
 
 @cache

@@ -98,6 +98,16 @@ def test_link_prediction(launcher: str, ranks: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("launcher", "groups"),
+    [("python", 1), pytest.param("torchrun", 2, marks=[pytest.mark.processes, pytest.mark.long])],
+)
+def test_groups(launcher: str, groups: int, folder: Path) -> None:
+    text = run(launcher, "groups", folder)
+    found = re.findall(r"group \d of (\d), 1 rank\(s\): accuracy ([0-9.]+)", text)
+    assert [(int(of), float(accuracy) > 0.97) for of, accuracy in found] == [(groups, True)] * groups
+
+
+@pytest.mark.parametrize(
     ("launcher", "ranks"),
     [("python", 1), pytest.param("torchrun", 2, marks=[pytest.mark.processes, pytest.mark.long])],
 )

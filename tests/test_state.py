@@ -46,7 +46,9 @@ def test_a_communicator_is_tensors_and_ranks() -> None:
     tree = parse(PACKAGE / "backends" / "communicator.py")
     (protocol,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Communicator")
     fields = {dotted(n.target): ast.unparse(n.annotation) for n in protocol.body if isinstance(n, ast.AnnAssign)}
-    assert set(fields) == words("rank size device local_ranks shares_memory serves_threads collectives bytes_sent")
+    assert set(fields) == words(
+        "rank size device local_ranks processes shares_memory serves_threads collectives bytes_sent"
+    )
     assert set(fields.values()) <= {"int", "bool", "torch.device", "tuple[int, ...]"}
 
 

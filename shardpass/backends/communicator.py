@@ -53,6 +53,7 @@ class Communicator(Protocol):
     size: int
     device: torch.device
     local_ranks: tuple[int, ...]  # ranks on this host, this one included
+    processes: tuple[int, ...]  # the rank of each in the default group of torch.distributed; empty if they have none
     shares_memory: bool  # whether rows between ranks of one host may be read by `share` in place of messages
     serves_threads: bool  # whether a duplicate may be used by another thread at the same time; the same on every rank
     collectives: int  # how many collectives this rank has been through; the same on every rank at the same point

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardpass.backends.base import BaseCommunicator
 from shardpass.backends.communicator import Communicator
@@ -53,7 +54,7 @@ def connect(
         CommunicationError: the other ranks cannot be reached, or are more or fewer than the launcher started.
         ValueError: an unknown backend, or ``ranks`` differs from the number of ranks.
     """
-    launch, device = launch or detect(), _device(device)
+    launch, device, group = launch or detect(), _device(device), _group_of(group)
     limit = float(os.environ.get(TIMEOUT_VARIABLE, "60")) if connect_timeout is None else connect_timeout
     lost = float(os.environ.get(HOST_VARIABLE, DEFAULT_HOST_TIMEOUT)) if host_timeout is None else host_timeout
     if lost <= 0:
@@ -91,6 +92,25 @@ def _choose(backend: str, launch: Launch, group: Any) -> str:
     if launch.size == 1:
         return "local"
     return _mpi_or_srun(launch) if launch.kind == "mpi" else "torch_distributed"
+
+
+def _group_of(group: Any) -> Any:
+    """The process group of a `DeviceMesh` of one dimension; anything else as it is."""
+    if not isinstance(group, DeviceMesh):
+        return group
+    names = group.mesh_dim_names or ()
+    if group.ndim != 1:
+        choices = " or ".join(f"connect(mesh[{name!r}])" for name in names) or "one dimension of it, which has a name"
+        raise ValueError(
+            f"connect: the mesh has {group.ndim} dimensions ({', '.join(names) or 'without names'}), but the ranks "
+            f"that share a graph lie along one: write {choices}"
+        )
+    if group.get_coordinate() is None:
+        raise ValueError(
+            f"connect: process {dist.get_rank()} is not in the mesh of the processes {group.mesh.tolist()}: let only "
+            f"those call connect(mesh)"
+        )
+    return group.get_group()
 
 
 def _mpi_or_srun(launch: Launch) -> str:

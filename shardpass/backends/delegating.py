@@ -22,6 +22,7 @@ class DelegatingCommunicator(OfOneProcess, Communicator):
     size: int = property(lambda self: self.inner.size)  # type: ignore[assignment]
     device: torch.device = property(lambda self: self.inner.device)  # type: ignore[assignment]
     local_ranks: tuple[int, ...] = property(lambda self: self.inner.local_ranks)  # type: ignore[assignment]
+    processes: tuple[int, ...] = property(lambda self: self.inner.processes)  # type: ignore[assignment]
     serves_threads: bool = property(lambda self: self.inner.serves_threads)  # type: ignore[assignment]
     bytes_sent: int = property(lambda self: self.inner.bytes_sent)  # type: ignore[assignment]
     collectives: int = property(lambda self: self.inner.collectives)  # type: ignore[assignment]

@@ -104,6 +104,7 @@ class RawCommunicator(OfOneProcess, Communicator):
     def __init__(self, rank: int, size: int, device: torch.device, failure: Failure, path: str = "world") -> None:
         self.rank, self.size, self.device, self.failure, self.path = rank, size, device, failure, path
         self.local_ranks: tuple[int, ...] = (rank,)
+        self.processes: tuple[int, ...] = ()
         self.shares_memory = self.shares_memory and device.type == "cpu"
         self.bytes_sent = 0
         self.timeout = DEFAULT_TIMEOUT

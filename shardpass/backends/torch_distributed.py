@@ -109,7 +109,7 @@ class TorchCommunicator(WatchedCommunicator):
 
     def __init__(self, job: _Job, device: torch.device, path: str) -> None:
         super().__init__(job.rank, len(job.members), device, Failure(), path)
-        self._job = job
+        self._job, self.processes = job, tuple(job.members)
         self._group = job.new_group(path)
         self._direct: Any = None
         self._slots = SlotTable()

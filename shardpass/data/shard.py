@@ -62,11 +62,11 @@ def shard(
         ValueError, TypeError: what is wrong with the data or the parts, on every rank.
         DivergenceError: ranks gave different data, parts or options.
     """
-    comm = this_process() if comm is None else comm
+    is_alone, comm = comm is None, this_process() if comm is None else comm
     require_ranks(comm, "shard(data, comm)")
     options = Options() if options is None else options
     with ordinary_tensors(), comm.out_of_turn():
-        return _sharded(data, comm, parts, by, options, drop)
+        return _sharded(data, comm, parts, by, options, drop, is_alone)
 
 
 class _Given(NamedTuple):
@@ -91,7 +91,9 @@ class _Structures(Known[Structure]):
     made = 0
 
 
-def _sharded(data: Any, comm: Ranks, parts: Any, by: By, options: Options, drop: Collection[str]) -> ShardedGraph:
+def _sharded(
+    data: Any, comm: Ranks, parts: Any, by: By, options: Options, drop: Collection[str], is_alone: bool
+) -> ShardedGraph:
     kept, key, tensors = comm.caches.of(_Structures), (repr(options), by), _tensors_of(data, parts)
     given = _given(data, comm, parts, by, drop, kept.find(key, tensors) if tensors else None)
     codes = _codes(comm, options, given)
@@ -102,7 +104,7 @@ def _sharded(data: Any, comm: Ranks, parts: Any, by: By, options: Options, drop:
     raw, structure = given.raw, given.known
     assert raw is not None  # what failed has been raised
     if structure is None:
-        if comm is this_process():
+        if is_alone:
             comm.move_to(next((ends.src.device for ends in raw.edges.values()), HOST))
         kept.made += 1
         structure = structure_of(raw, given.owners, comm, options, kept.made)

@@ -208,9 +208,10 @@ def test_in_backward():
 
 
 def test_ddp(monkeypatch):
-    assert not torch_private.is_inside_ddp()
-    monkeypatch.setattr(torch_private.DistributedDataParallel, "_active_ddp_module", object())
-    assert torch_private.is_inside_ddp()
+    assert torch_private.ddp_around() is None
+    around = object()
+    monkeypatch.setattr(torch_private.DistributedDataParallel, "_active_ddp_module", around)
+    assert torch_private.ddp_around() is around
 
 
 def test_functions_are_called_around_the_compiler():

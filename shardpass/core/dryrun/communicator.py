@@ -33,6 +33,7 @@ class DryCommunicator:
     def __init__(self, size: int, notify: Callable[[str], None] = lambda label: None, per_host: int = 1) -> None:
         self.rank, self.size, self.device = 0, size, torch.device("cpu")
         self.local_ranks: tuple[int, ...] = tuple(range(min(per_host, size)))
+        self.processes: tuple[int, ...] = ()
         self.bytes_sent = self.collectives = 0
         self.shares_memory = len(self.local_ranks) > 1
         self.serves_threads = False

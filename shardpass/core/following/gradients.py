@@ -29,7 +29,9 @@ Block = Callable[[], Any]
 def followed_hook(
     follower: FollowRows, block: Block, hook: Callable[[Tensor], Any], rows: Rows | None
 ) -> Callable[[Tensor], Any]:
-    """A hook of the user's for the gradient of a tensor that holds `rows`, or none."""
+    """A hook of the user's for the gradient of a tensor that holds `rows`, or none; one of torch's own as it is."""
+    if str(getattr(hook, "__module__", "")).startswith("torch.distributed."):  # of `fully_shard`, for its parameters
+        return hook
 
     def followed(grad: Tensor) -> Any:
         with block():

@@ -51,6 +51,7 @@ __all__ = [
     "buffers_of",
     "call_uncompiled",
     "children_of",
+    "ddp_around",
     "decomposition_of",
     "dispatch_modes",
     "forward_hooks",
@@ -60,7 +61,6 @@ __all__ = [
     "has_hook",
     "is_foreign",
     "is_in_backward",
-    "is_inside_ddp",
     "is_mutable",
     "is_view",
     "next_node_number",
@@ -334,9 +334,9 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1  # type: ignore[no-any-return]
 
 
-def is_inside_ddp() -> bool:
-    """Whether the caller runs inside the forward of DistributedDataParallel."""
-    return DistributedDataParallel._get_active_ddp_module() is not None
+def ddp_around() -> DistributedDataParallel | None:
+    """What the caller runs inside the forward of, if that is a DistributedDataParallel."""
+    return DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-any-return]
 
 
 def on_deepcopy(module: torch.fx.GraphModule, hook: Callable[[nn.Module], Any]) -> None:

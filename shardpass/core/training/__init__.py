@@ -10,10 +10,10 @@ from shardpass.core.training.gradients import (
     GradientSums,
     clip_grad_norm,
     no_sync,
-    refuse_inside_ddp,
     sync_gradients,
     sync_parameters,
 )
+from shardpass.core.training.groups import refuse_inside_ddp, refuse_sharded
 from shardpass.core.training.metrics import accuracy, average_precision, f1, mae, roc_auc
 from shardpass.core.training.moments import Moments, RowNorm, global_moments, row_moments, shifted, total_rows
 from shardpass.core.training.norm import BATCH_NORMS, DistributedBatchNorm, SteadyNorms, replace_batch_norms
@@ -40,6 +40,7 @@ __all__ = [
     "no_sync",
     "read_verified",
     "refuse_inside_ddp",
+    "refuse_sharded",
     "refuse_unlike",
     "replace_batch_norms",
     "replicated",

@@ -31,6 +31,7 @@ from shardpass.core.ranks import (
 )
 from shardpass.core.training.buckets import broadcast_tensors
 from shardpass.core.training.checkpoint_file import FORMAT, decode, encode, read_file, write_file
+from shardpass.core.training.groups import refuse_parts
 from shardpass.core.training.same_model import refuse_unlike
 from shardpass.errors import CheckpointError
 
@@ -126,6 +127,7 @@ def _checked(path: Any, comm: Any, model: Any, optimizer: Any, call: str) -> Pat
     """The path, if the arguments are of the kinds that they must be."""
     require_ranks(comm, call)
     require_model(model, call)
+    refuse_parts(model, call, "use torch.distributed.checkpoint, with the states that get_state_dict returns")
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise TypeError(f"{call}: `optimizer` must be an optimizer of torch, but got {type(optimizer).__name__}")
     return require_path(path, call)

@@ -35,6 +35,7 @@ from shardpass.core.ranks import (
     warn_of_unwrapped,
 )
 from shardpass.core.training.buckets import BUCKET_BYTES, broadcast_tensors, summed_tensors
+from shardpass.core.training.groups import is_fully_sharded, is_sharded, refuse_ddp, refuse_parts
 from shardpass.core.training.same_model import alike, first_difference, refuse_unlike
 from shardpass.errors import RefusedError, ShardpassError
 
@@ -61,8 +62,10 @@ def sync_parameters(model: nn.Module, comm: Ranks, bucket_bytes: int = BUCKET_BY
 
     Raises:
         ValueError: on every rank, if the models differ; it names the first difference.
+        RefusedError: ``fully_shard`` has sharded the model.
     """
     require_model(model, "sync_parameters(model, comm)")
+    refuse_parts(model, "sync_parameters", "call it before fully_shard; wrap does, too")
     named = [*alike(model), *model.named_buffers()]
     for name, tensor in named:
         if nn.parameter.is_lazy(tensor):
@@ -84,10 +87,12 @@ class GradientSums:
     Attributes:
         waits: gradients that backward finds now are held until it finds others when this is off again.
         is_left: gradients are not summed here, but by `sync_gradients`.
+        local: the names of the parameters that are rows owned by ranks.
     """
 
     def __init__(self, comm: Ranks, model: nn.Module) -> None:
         self.comm, self.waits, self.is_left = comm, False, False
+        self.local = {name for name, parameter in model.named_parameters() if is_local(parameter)}
         self._copies: list[tuple[Any, Tensor, ParameterCopies]] = []  # of parts, and of the whole model
         self._held: Any = torch_private.WeakTensorKeyDictionary()
         comm.caches.of(SummedModels).models.add(model)
@@ -119,7 +124,7 @@ class GradientSums:
     def _made(self, places: list[tuple[dict[str, Any], str, Tensor]]) -> tuple[Tensor, ParameterCopies]:
         """The copies for `places`, and a token of theirs: the same ones as long as nothing but values changes."""
         parameters = [*dict.fromkeys(parameter for _, _, parameter in places)]
-        known = [(id(p), p.data_ptr(), p.dtype, p.shape, p.grad_fn) for p in parameters]
+        known = [(id(p), *_memory(p), p.dtype, p.shape, p.grad_fn) for p in parameters]
         for like, token, copies in self._copies:
             if like == known:
                 return token, ParameterCopies(places, copies.copy_of)
@@ -172,10 +177,16 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
     Raises:
         TypeError: the model is not wrapped.
+        RefusedError: it is sharded by ``fully_shard``.
     """
     sums = getattr(model, "_shardpass_wrapped", None)
     if not isinstance(sums, GradientSums):
         raise TypeError(f"no_sync: {type(model).__name__} is not wrapped, so nothing sums its gradients in backward")
+    if is_fully_sharded(model):
+        raise RefusedError(
+            "no_sync: fully_shard takes the gradients of each backward away: call model.set_requires_gradient_sync"
+            "(False) before all backward passes of a step but the last, and then with True"
+        )
     before, sums.waits = sums.waits, True
     try:
         yield
@@ -193,6 +204,11 @@ def _places(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
                 yield held, name, value
 
 
+def _memory(parameter: Tensor) -> tuple[int, int]:
+    """What tells its memory from others, also where ``fully_shard`` frees it and allocates it again."""
+    return torch_private.storage_number(parameter.untyped_storage()), int(parameter.storage_offset())
+
+
 class _Sum(torch.autograd.Function):
     """Inputs: token, the sums, a label, parameters. Outputs: a token, and copies of them that share their memory."""
 
@@ -207,7 +223,18 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *parts: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward(ctx.label)
+        _refuse_freed(ctx.parameters)
         return None, None, None, *ctx.sums.summed(ctx.parameters, parts, f"{ctx.label} backward")
+
+
+def _refuse_freed(parameters: list[Tensor]) -> None:
+    """Raise if ``fully_shard`` has freed parameters whose gradients are only about to be summed: it would miss them."""
+    if any(parameter.numel() and not parameter.untyped_storage().size() for parameter in parameters):
+        raise RefusedError(
+            "backward has freed parameters that fully_shard has sharded before their gradients were summed over ranks, "
+            "as it does where an argument of the module requires a gradient: apply fully_shard to the wrapped model "
+            "itself, and give it no such arguments, or use DistributedDataParallel(model, process_group=...)"
+        )
 
 
 def sync_gradients(
@@ -229,20 +256,21 @@ def sync_gradients(
     Raises:
         ShardpassError: on every rank, if a gradient is sparse, or has not changed since it was summed.
         DivergenceError: on every rank, if the model differs between ranks; see `refuse_unlike`.
-        RefusedError: DistributedDataParallel is around the model or within it, or ranks that are threads hold one
-            model.
+        RefusedError: DistributedDataParallel averages over these ranks, around the model or within it; ``fully_shard``
+            has sharded it; or ranks that are threads hold one model.
     """
     require_ranks(comm, "sync_gradients(model, comm)")
     require_model(model, "sync_gradients(model, comm)")
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
-            raise _averages(f"submodule {name!r}" if name else "the model")
+            refuse_ddp(module, f"submodule {name!r}" if name else "the model", comm)
     comm.run_at_once()
     wrapped = [(module, getattr(module, "_shardpass_wrapped", None)) for module in model.modules()]
     sums = [module for module, found in wrapped if isinstance(found, GradientSums) and not found.is_left]
     summed = {parameter for module in sums for parameter in module.parameters()}
     left = [parameter for _, parameter in alike(model) if parameter not in summed]
     if left:
+        refuse_parts(model, "sync_gradients", "use DistributedDataParallel(model, process_group=...)")
         refuse_shared_model(model, comm, "sync_gradients")
         warn_of_unwrapped(model, comm, stacklevel=2)
         refuse_unlike(model, comm)
@@ -319,26 +347,14 @@ def clip_grad_norm(model: nn.Module, max_norm: float, comm: Ranks) -> Tensor:
     shared, rows = squares = torch.zeros(2, dtype=torch.float64, device=comm.device)
     found = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     for parameter, gradient in found:
-        square = torch.linalg.vector_norm(gradient.detach().double()).square()
+        square: Any = torch.linalg.vector_norm(gradient.detach().double()).square()
+        square = square.full_tensor() if is_sharded(square) else square  # of what fully_shard has sharded
         squares[int(is_local(parameter))] += square.to(comm.device)
     norm = (shared + comm.all_reduce(rows, "sum", "clip_grad_norm")).sqrt()
     factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))  # as torch does
     for _, gradient in found:
         gradient.detach().mul_(factor)
     return norm
-
-
-def refuse_inside_ddp() -> None:
-    """Refuse to run inside the forward of DistributedDataParallel."""
-    if torch_private.is_inside_ddp():
-        raise _averages("the wrapped model")
-
-
-def _averages(where: str) -> RefusedError:
-    return RefusedError(
-        f"DistributedDataParallel around {where} is refused: it averages gradients over ranks, while the gradients of "
-        f"a sharded graph are parts of one sum. Remove it: backward of a wrapped model sums them"
-    )
 
 
 def _state_of(parameter: Tensor, part: Tensor | None) -> int:

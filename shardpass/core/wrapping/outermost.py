@@ -49,7 +49,7 @@ from shardpass.core.ranks import (
     plain_of,
     torch_private,
 )
-from shardpass.core.training import GradientSums, refuse_inside_ddp, refuse_unlike
+from shardpass.core.training import GradientSums, refuse_inside_ddp, refuse_sharded, refuse_unlike
 from shardpass.core.wrapping.empty_rows import EmptyRows
 from shardpass.core.wrapping.explain import explained
 from shardpass.core.wrapping.held_rows import HeldRows, followed_for_hooks
@@ -195,7 +195,9 @@ class OutermostCall:
     def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.comm.forward is None:
             if torch.is_grad_enabled():
-                refuse_inside_ddp()
+                refuse_inside_ddp(self.comm)
+            if self.comm.size > 1:
+                refuse_sharded(self.model, (args, kwargs), self.sums.local)
             self.comm.run_at_once()
             if self.before is not None:
                 self.before()
@@ -252,6 +254,7 @@ class OutermostCall:
 
     def _within(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if torch.is_grad_enabled():  # or else one rank may run it alone
+            refuse_sharded(self.model)
             refuse_unlike(self.model, self.comm, self.buffers)
         return self._summed(function, args, kwargs)
 

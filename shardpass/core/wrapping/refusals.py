@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardpass.core.ranks import torch_private
-from shardpass.core.training import BATCH_NORMS, DistributedBatchNorm
+from shardpass.core.training import BATCH_NORMS, DistributedBatchNorm, refuse_sharded
 from shardpass.errors import RefusedError
 
 _NORMS_OF_OTHER_SHAPES = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -18,13 +18,16 @@ def refuse_as_built(model: nn.Module) -> None:
     """Raise if `model` cannot be wrapped as it is built.
 
     Raises:
-        RefusedError: it averages gradients over ranks, or a parameter has no shape yet.
+        RefusedError: it averages gradients over ranks, or ``fully_shard`` has sharded it; or a parameter has no shape
+            yet.
     """
     if isinstance(model, (DistributedDataParallel, nn.DataParallel)):
         raise RefusedError(
             f"{type(model).__name__} averages gradients, but those of a sharded graph must be summed: wrap the "
-            f"model inside it, whose backward sums them"
+            f"model inside it, whose backward sums them; for several groups of ranks, each with a graph, put "
+            f"DistributedDataParallel around what is wrapped, with process_group= the ranks that share no graph"
         )
+    refuse_sharded(model)
     for name, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise RefusedError(

@@ -192,12 +192,17 @@ def test_ddp_is_refused(monkeypatch):
             sync_gradients(Fake(nn.Linear(1, 1)), comm)
         with pytest.raises(RefusedError, match="around submodule '0' is refused"):
             sync_gradients(nn.Sequential(Fake(nn.Linear(1, 1))), comm)
+        refuse_inside_ddp(comm)
+        return True
 
-    run(body, 1)
-    refuse_inside_ddp()
+    def inside(comm):
+        with pytest.raises(RefusedError, match="DistributedDataParallel around the wrapped model is refused"):
+            refuse_inside_ddp(comm)
+
+    assert run(body, 2) == [True, True]
     monkeypatch.setattr(gradients.DistributedDataParallel, "_active_ddp_module", object())
-    with pytest.raises(RefusedError, match="DistributedDataParallel around the wrapped model is refused"):
-        refuse_inside_ddp()
+    run(inside, 2)
+    run(refuse_inside_ddp, 1)  # which shares its graph with nobody
 
 
 def test_threads_that_hold_one_model_are_told():
