@@ -204,8 +204,8 @@ class RowCount(OwnCount, torch.SymInt):
             return operation(self.own, other.own) if self.of == other.of else operation(self.total, other.total)
         if other == self.own and other in self.given:
             return operation(self.own, other)
-        if self.total is not None:
-            return operation(self.total, other)  # every rank takes the branch that the whole graph takes
+        if self.total is not None:  # every rank takes the branch that the whole graph takes, or would in later calls
+            return operation(self.total, other) if self._is_alike(operation, other) else self.refuse()
         if other in (0, self.own) or is_asked_by(*_LIBRARIES):  # as ``edge_index.max() + 1`` is the number of own rows
             return operation(self.own, other)
         self.refuse()
@@ -215,9 +215,13 @@ class RowCount(OwnCount, torch.SymInt):
             return self.total == other.total
         if isinstance(other, OwnCount) or self.total is None or other in self.given or is_asked_by(*_LIBRARIES):
             return self.own == own_of(other)  # of the shapes of two tensors
-        if other == self.own != self.total:
+        if not self._is_alike(operator.eq, other):
             self.refuse()  # which the other ranks would not find
         return other == self.total
+
+    def _is_alike(self, operation: Callable[[Any, Any], bool], other: Any) -> bool:
+        """Whether a call that is not followed decides as the whole graph does. Where there are no rows, nothing is."""
+        return not self.own or operation(self.own, other) == operation(self.total, other)
 
     def __lt__(self, other: Any) -> bool:
         return self._compared(operator.lt, other)

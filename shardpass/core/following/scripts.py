@@ -15,12 +15,13 @@ import operator
 import re
 from ast import literal_eval
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from shardpass.core.following.row_count import OwnCount, OwnShape
+from shardpass.core.following.row_count import OwnCount, OwnShape, leaves_of
 from shardpass.core.following.user_line import user_line
 from shardpass.core.ranks import torch_private
 from shardpass.errors import RefusedError
@@ -223,6 +224,15 @@ def _joined(first: Any, second: Any) -> Any:
     return OwnShape((*first, *second)) if is_shape else first + second
 
 
+def _decided(operation: Callable[..., Any], *numbers: Any) -> Any:
+    """What `operation` says of numbers, of which either all or none are of own rows, or they are compared with 0."""
+    own = [[isinstance(leaf, OwnCount) for leaf in leaves_of(number)] for number in numbers]
+    found = next((leaf for leaf in leaves_of(numbers) if isinstance(leaf, OwnCount)), None)
+    if found is not None and not all(map(any, own)) and 0 not in [one for one in numbers if type(one) is int]:
+        found.refuse()
+    return operation(*numbers)
+
+
 _PRIMITIVES: dict[str, Callable[..., Any]] = {
     "ListConstruct": lambda *values: [*values],
     "TupleConstruct": lambda *values: values,
@@ -237,8 +247,8 @@ _PRIMITIVES: dict[str, Callable[..., Any]] = {
     "layout": operator.attrgetter("layout"),
     "is_cuda": operator.attrgetter("is_cuda"),
     "requires_grad": operator.attrgetter("requires_grad"),
-    "min": min,
-    "max": max,
+    "min": partial(_decided, min),
+    "max": partial(_decided, max),
 }
 
 _ASKED: dict[str, Callable[..., Any]] = {
@@ -266,10 +276,10 @@ _NUMBERS: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: _joined(a, b) if isinstance(a, (list, tuple)) else a + b,
     "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "floordiv": operator.floordiv,
     "remainder": operator.mod, "neg": operator.neg, "pow": operator.pow, "abs": abs, "sqrt": math.sqrt,
-    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
+    **{name: partial(_decided, getattr(operator, name)) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
     "__and__": operator.and_, "__or__": operator.or_, "__not__": operator.not_,
     "__is__": operator.is_, "__isnot__": operator.is_not,
-    "__getitem__": operator.getitem, "__contains__": operator.contains, "len": len, "append": _appended,
+    "__getitem__": operator.getitem, "__contains__": partial(_decided, operator.contains), "len": len, "append": _appended,
     "slice": lambda values, start=None, end=None, step=1: values[start:end:step],
     "Int": lambda number: number if isinstance(number, OwnCount) else int(number), "Float": float, "Bool": bool,
     "format": lambda text, *values: text.format(*values),
