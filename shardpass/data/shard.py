@@ -102,7 +102,7 @@ def _sharded(data: Any, comm: Ranks, parts: Any, by: By, options: Options, drop:
     raw, structure = given.raw, given.known
     assert raw is not None  # what failed has been raised
     if structure is None:
-        if comm is this_process():
+        if comm.size == 1 and comm is this_process():
             comm.move_to(next((ends.src.device for ends in raw.edges.values()), HOST))
         kept.made += 1
         structure = structure_of(raw, given.owners, comm, options, kept.made)
