@@ -15,7 +15,6 @@ import operator
 import re
 from ast import literal_eval
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +41,7 @@ class Script:
             return self._compiled(*args, **kwargs)
         names, defaults, block = self._read = self._read or self._code()
         values = dict(zip(names[1:], args)) | kwargs
-        missing = [name for name, default in zip(names[1:], defaults) if name not in values and default is _NONE]
+        missing = [name for name, default in zip(names[1:], defaults) if name not in values and default is ...]
         if missing or len(args) >= len(names) or not kwargs.keys() <= set(names[1:]):
             return self._compiled(*args, **kwargs)  # which says what is wrong
         given = [values.get(name, default) for name, default in zip(names[1:], defaults)]
@@ -51,11 +50,8 @@ class Script:
 
     def _code(self) -> tuple[list[str], list[Any], _Block]:
         arguments = self._compiled.schema.arguments
-        defaults = [one.default_value if one.has_default_value() else _NONE for one in arguments[1:]]
+        defaults = [one.default_value if one.has_default_value() else ... for one in arguments[1:]]
         return [one.name for one in arguments], defaults, _Block.of(self._compiled.inlined_graph)
-
-
-_NONE = object()
 
 
 def follow_scripts(model: nn.Module) -> None:
@@ -108,7 +104,7 @@ class _Node(NamedTuple):
     inputs: list[str]
     outputs: list[str]
     blocks: list[_Block]
-    constant: Any
+    constant: object
     arguments: list[tuple[str, Any]]
     makes_tensors: bool
     where: str
@@ -155,7 +151,7 @@ class _Node(NamedTuple):
         if self.kind == "prim::Constant":
             return self.constant
         if self.kind == "prim::GetAttr":
-            return getattr(args[0], self.constant)
+            return getattr(args[0], str(self.constant))
         if family == "prim" and name in _PRIMITIVES:
             return _PRIMITIVES[name](*args)
         has_tensors = any(isinstance(leaf, Tensor) for leaf in torch_private.tree_leaves(args))
@@ -197,7 +193,7 @@ def _default_of(text: str) -> Any:
     try:
         return literal_eval(text)
     except (ValueError, SyntaxError):  # no number, such as the name of a layout; or there is none
-        return _NONE
+        return ...
 
 
 def _sliced(rows: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Tensor:
@@ -242,13 +238,13 @@ _PRIMITIVES: dict[str, Callable[..., Any]] = {
     "NumToTensor": lambda number: number,
     "Uninitialized": lambda *_: None,
     "RaiseException": _raised,
-    "dtype": operator.attrgetter("dtype"),
-    "device": operator.attrgetter("device"),
-    "layout": operator.attrgetter("layout"),
-    "is_cuda": operator.attrgetter("is_cuda"),
-    "requires_grad": operator.attrgetter("requires_grad"),
-    "min": partial(_decided, min),
-    "max": partial(_decided, max),
+    "dtype": lambda rows: rows.dtype,
+    "device": lambda rows: rows.device,
+    "layout": lambda rows: rows.layout,
+    "is_cuda": lambda rows: rows.is_cuda,
+    "requires_grad": lambda rows: rows.requires_grad,
+    "min": lambda *numbers: _decided(min, *numbers),
+    "max": lambda *numbers: _decided(max, *numbers),
 }
 
 _ASKED: dict[str, Callable[..., Any]] = {
@@ -276,10 +272,12 @@ _NUMBERS: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: _joined(a, b) if isinstance(a, (list, tuple)) else a + b,
     "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "floordiv": operator.floordiv,
     "remainder": operator.mod, "neg": operator.neg, "pow": operator.pow, "abs": abs, "sqrt": math.sqrt,
-    **{name: partial(_decided, getattr(operator, name)) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    "eq": lambda a, b: _decided(operator.eq, a, b), "ne": lambda a, b: _decided(operator.ne, a, b),
+    "lt": lambda a, b: _decided(operator.lt, a, b), "le": lambda a, b: _decided(operator.le, a, b),
+    "gt": lambda a, b: _decided(operator.gt, a, b), "ge": lambda a, b: _decided(operator.ge, a, b),
     "__and__": operator.and_, "__or__": operator.or_, "__not__": operator.not_,
     "__is__": operator.is_, "__isnot__": operator.is_not,
-    "__getitem__": operator.getitem, "__contains__": partial(_decided, operator.contains), "len": len, "append": _appended,
+    "__getitem__": operator.getitem, "__contains__": lambda a, b: _decided(operator.contains, a, b), "len": len, "append": _appended,
     "slice": lambda values, start=None, end=None, step=1: values[start:end:step],
     "Int": lambda number: number if isinstance(number, OwnCount) else int(number), "Float": float, "Bool": bool,
     "format": lambda text, *values: text.format(*values),
