@@ -96,8 +96,8 @@ class Sizes(nn.Module):
             x = x + self.shift
         mixed = torch.einsum("zi,ij->zj", x, self.linear.weight)
         out = torch.cat([x[..., :3], mixed[:, 3:]], dim=-1).tanh() * x.new_ones(x.size(0), 8)
-        products = (first * second).reshape(shape + (2,)).sum(-1, keepdim=True)
-        return (self.linear(out).reshape(shape + (8,)) + products + x[:, None, 0]) / 8
+        products = (first * second).reshape(shape + (2,)).sum(-1, keepdim=True)  # noqa: RUF005
+        return (self.linear(out).reshape(shape + (8,)) + products + x[:, None, 0]) / 8  # noqa: RUF005
 
 
 class NoRows(nn.Module):

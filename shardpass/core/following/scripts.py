@@ -33,7 +33,8 @@ class Script:
     """What takes the place of ``forward`` of a module that TorchScript has compiled."""
 
     def __init__(self, module: torch.jit.ScriptModule) -> None:
-        self._module, self._compiled = module, module.forward
+        self._module = module
+        self._compiled: Any = module.forward
         self._read: tuple[list[str], list[Any], _Block] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -199,7 +200,7 @@ def _default_of(text: str) -> Any:
 def _sliced(rows: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Tensor:
     is_end = isinstance(end, int) and not isinstance(end, OwnCount) and end >= torch.iinfo(torch.int64).max
     key = slice(None if type(start) is int and start == 0 else start, None if is_end else end, step)
-    return rows[(*[slice(None)] * (dim % rows.dim()), key)]
+    return rows[(slice(None),) * (dim % rows.dim()) + (key,)]  # noqa: RUF005
 
 
 def _indexed(rows: Tensor, indices: list[Any]) -> Tensor:
@@ -277,7 +278,8 @@ _NUMBERS: dict[str, Callable[..., Any]] = {
     "gt": lambda a, b: _decided(operator.gt, a, b), "ge": lambda a, b: _decided(operator.ge, a, b),
     "__and__": operator.and_, "__or__": operator.or_, "__not__": operator.not_,
     "__is__": operator.is_, "__isnot__": operator.is_not,
-    "__getitem__": operator.getitem, "__contains__": lambda a, b: _decided(operator.contains, a, b), "len": len, "append": _appended,
+    "__contains__": lambda a, b: _decided(operator.contains, a, b),
+    "__getitem__": operator.getitem, "len": len, "append": _appended,
     "slice": lambda values, start=None, end=None, step=1: values[start:end:step],
     "Int": lambda number: number if isinstance(number, OwnCount) else int(number), "Float": float, "Bool": bool,
     "format": lambda text, *values: text.format(*values),
