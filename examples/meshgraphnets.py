@@ -91,8 +91,8 @@ def main():
     mesh = sp.shard(heat_on_a_mesh(10, 20), comm)
     with sp.seed(0, comm):
         model = sp.pyg.wrap(MeshGraphNet(2, 3, 1), comm)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.005)
-    for epoch in range(72):
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for epoch in range(54):
         time = epoch % 18
         heat = mesh.heat[:, time]
         for _ in range(3):  # backpropagation goes through three steps

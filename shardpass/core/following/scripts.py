@@ -200,7 +200,7 @@ def _default_of(text: str) -> Any:
 def _sliced(rows: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Tensor:
     is_end = isinstance(end, int) and not isinstance(end, OwnCount) and end >= torch.iinfo(torch.int64).max
     key = slice(None if type(start) is int and start == 0 else start, None if is_end else end, step)
-    return rows[(slice(None),) * (dim % rows.dim()) + (key,)]  # noqa: RUF005
+    return rows[(slice(None),) * (dim % rows.dim()) + (key,)]
 
 
 def _indexed(rows: Tensor, indices: list[Any]) -> Tensor:
