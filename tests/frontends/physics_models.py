@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from torch_geometric.nn import MessagePassing
+from torch_geometric.utils import scatter
 
 
 def mlp(channels: int) -> nn.Sequential:
@@ -181,3 +182,34 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
 class AFunction(nn.Module):
     def forward(self, x):
         return doubled(x)
+
+
+class MeshLayer(MessagePassing):
+    """A layer of MeshGraphNets whose `aggregate` returns the edges beside their sums, as in the course CS224W."""
+
+    def __init__(self, end):
+        super().__init__()
+        self.edge, self.node, self.end = mlp(24), mlp(16), end
+
+    def forward(self, x, edge_index, edge_attr):
+        out, edges = self.propagate(edge_index, x=x, edge_attr=edge_attr)
+        return x + self.node(torch.cat([x, out], 1)), edges
+
+    def message(self, x_i, x_j, edge_attr):
+        return self.edge(torch.cat([x_i, x_j, edge_attr], 1)) + edge_attr
+
+    def aggregate(self, inputs, edge_index, dim_size=None):
+        return scatter(inputs, edge_index[self.end], dim=0, dim_size=dim_size, reduce="sum"), inputs
+
+
+class Mesh(nn.Module):
+    def __init__(self, end):
+        super().__init__()
+        self.nodes, self.edges = mlp(5), mlp(3)
+        self.layers = nn.ModuleList(MeshLayer(end) for _ in range(2))
+
+    def forward(self, x, edge_index, shifts):
+        x, edges = self.nodes(x), self.edges(shifts)
+        for layer in self.layers:
+            x, edges = layer(x, edge_index, edges)
+        return x

@@ -282,3 +282,9 @@ def test_mesh_graph_nets(ranks, mesh_net):
 
     for mine, theirs in zip(sp.spawn(work, ranks)[0], expected):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("end", [0, 1], ids=["sources", "destinations"])
+def test_layers_that_return_edges_beside_sums(end, ranks):
+    check(lambda: models.Mesh(end), with_arguments, ranks)
