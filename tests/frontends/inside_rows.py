@@ -76,9 +76,9 @@ rows for self-loops before those of edges
 """
 
 ROW_WISE = """
-a branch on the number of nodes
-    h = h.relu() if n > 100 else h
-    h = h if n == 136 else h.tanh()
+a branch that every number of nodes takes
+    h = h.relu() if n > 5 else h
+    h = h.tanh() if n == 7 else h
 roll of channels | h = h.roll(3, 1)
 a triangle of each row | h = h.view(n, 2, 4).tril().view(n, 8)
 the diagonal of each row | h = h + h.view(n, 2, 4).diagonal(0, 1, 2).sum(1, keepdim=True)

@@ -116,6 +116,10 @@ one factor for all rows
 one label for all rows
     h = h + self.emb(torch.randint(2, (1,)))  # here
     says: is the same for all rows here, and every rank draws another
+a branch on the number of nodes
+    h = h.relu() if n > 100 else h  # here
+a branch at the number of nodes
+    h = h if n == 136 else h.tanh()  # here
 """
 
 LEAVING = """

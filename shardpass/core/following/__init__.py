@@ -15,6 +15,7 @@ from shardpass.core.following.own_numbers import own_number
 from shardpass.core.following.refusals import first_refusal, state_beside_rows, whole_graph
 from shardpass.core.following.row_count import OwnCount, OwnShape, RowCount, over_numpy, own_of
 from shardpass.core.following.rows import Rows
+from shardpass.core.following.scripts import follow_scripts
 from shardpass.core.following.user_line import is_called_by, user_line
 from shardpass.core.following.writes import writes_in_place
 
@@ -30,6 +31,7 @@ __all__ = [
     "Rows",
     "draws",
     "first_refusal",
+    "follow_scripts",
     "followed_hooks",
     "function_of_user",
     "is_called_by",

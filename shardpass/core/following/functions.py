@@ -356,10 +356,10 @@ class FollowFunctions(TorchFunctionMode):
         return of_rows[dims[0]] if dims and dims[0] is not None else tuple(of_rows)
 
     def _counted(self, tensor: Tensor, dims: Any, out: Any) -> Any:
-        rows = self._rows_of(tensor)
-        if rows is None or rows.size != rows.of.count:
+        if (rows := self._rows_of(tensor)) is None or rows.size != rows.of.count:
             return out
         count = self.follower.count_of(rows.of)
+        count.is_of_tensor = True
         if isinstance(out, torch.Size):
             return OwnShape(count if dim == rows.dim else size for dim, size in enumerate(out))
         return count if dims and dims[0] % tensor.dim() == rows.dim else out

@@ -140,7 +140,12 @@ class RowCount(OwnCount, torch.SymInt):
         of: the set.
         given: plain numbers that are the number of own rows, which ``len`` gave away.
         total: what it is on the whole graph, if that is known; for the number itself, that of the set.
+
+    Attributes:
+        is_of_tensor: it is the size of a tensor, which a call that is not followed tells as a plain number.
     """
+
+    is_of_tensor = False
 
     def __init__(self, count: int, of: RowSet, given: set[float] | None = None, total: int | None = None) -> None:
         self.own, self.of, self.given = int(count), of, set() if given is None else given
@@ -182,7 +187,9 @@ class RowCount(OwnCount, torch.SymInt):
     def computed(self, operation: Callable[..., int], *others: Any) -> Any:
         totals = [other.total if isinstance(other, RowCount) else other for other in (self, *others)]
         total = None if None in totals else operation(*totals)
-        return RowCount(operation(self.own, *map(own_of, others)), self.of, self.given, total)
+        out = RowCount(operation(self.own, *map(own_of, others)), self.of, self.given, total)
+        out.is_of_tensor = self.is_of_tensor
+        return out
 
     def __floordiv__(self, other: Any) -> Any:
         """The number of rows times a divisor of what each has, as ``h.numel() // h.size(1)`` is; or how many times."""
@@ -204,8 +211,8 @@ class RowCount(OwnCount, torch.SymInt):
             return operation(self.own, other.own) if self.of == other.of else operation(self.total, other.total)
         if other == self.own and other in self.given:
             return operation(self.own, other)
-        if self.total is not None:
-            return operation(self.total, other)  # every rank takes the branch that the whole graph takes
+        if self.total is not None:  # every rank takes the branch that the whole graph takes, or would in later calls
+            return operation(self.total, other) if self._is_alike(operation, other) else self.refuse()
         if other in (0, self.own) or is_asked_by(*_LIBRARIES):  # as ``edge_index.max() + 1`` is the number of own rows
             return operation(self.own, other)
         self.refuse()
@@ -215,9 +222,14 @@ class RowCount(OwnCount, torch.SymInt):
             return self.total == other.total
         if isinstance(other, OwnCount) or self.total is None or other in self.given or is_asked_by(*_LIBRARIES):
             return self.own == own_of(other)  # of the shapes of two tensors
-        if other == self.own != self.total:
+        if (other == self.own != self.total) or not self._is_alike(operator.eq, other):
             self.refuse()  # which the other ranks would not find
         return other == self.total
+
+    def _is_alike(self, operation: Callable[[Any, Any], bool], other: Any) -> bool:
+        """Whether a call that is not followed decides as the whole graph does. Where there are no rows, nothing is."""
+        answers_later = not self.is_of_tensor or not self.own
+        return answers_later or operation(self.own, other) == operation(self.total, other)
 
     def __lt__(self, other: Any) -> bool:
         return self._compared(operator.lt, other)

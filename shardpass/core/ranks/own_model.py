@@ -107,15 +107,19 @@ class ParameterCopies:
         changed = []
         for held, name, parameter in self.places:
             copy = self.copy_of[parameter]
-            if (wanted is None or id(copy) in wanted) and held.get(name) is parameter:
+            if (wanted is None or id(copy) in wanted) and _holds(held, name, parameter):
                 held[name] = copy
                 changed.append((held, name, parameter, copy))
         try:
             yield
         finally:
             for held, name, parameter, copy in changed:
-                if held.get(name) is copy:  # and not what the block has put there
+                if _holds(held, name, copy):  # and not what the block has put there
                     held[name] = parameter
+
+
+def _holds(held: dict[str, Any], name: str, value: Tensor) -> bool:
+    return name in held and held[name] is value  # a module that TorchScript has compiled has no dict, with no `get`
 
 
 class FetchedUnwrapped:

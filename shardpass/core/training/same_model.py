@@ -25,6 +25,7 @@ LIBRARIES = frozenset("builtins torch torch_geometric dgl lightning pytorch_ligh
 _UNLIKE = 1e-4  # of the norm of a parameter, as processors may round differently in every step
 _OPTION = (bool, float, complex, str, torch.dtype)
 _COUNTS_BATCHES = "num_batches_tracked"  # no numbers follow from it that are not compared
+_ADDRESS = "_torchdynamo_wrapper_id"  # where a module that torch.compile has made was when it was made
 
 
 def alike(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -108,7 +109,7 @@ def _lines(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[st
         has_own_rows = any(map(is_local, module.parameters(recurse=False)))
         is_library = kind.__module__.partition(".")[0] in LIBRARIES and not has_own_rows
         for name, value in sorted(vars(module).items()):
-            if (is_library or name[0] != "_") and _is_option(value, is_library):
+            if (is_library or name[0] != "_") and name != _ADDRESS and _is_option(value, is_library):
                 yield f"{path}.{name} = {value!r}"
 
 

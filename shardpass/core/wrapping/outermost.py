@@ -21,6 +21,7 @@ from shardpass.core.following import (
     ForwardDraws,
     Known,
     first_refusal,
+    follow_scripts,
     followed_hooks,
     known_modules,
     state_beside_rows,
@@ -277,6 +278,7 @@ class OutermostCall:
         leaves = torch_private.tree_leaves((args, kwargs))
         follower.marks.known += {ids.row_set for ids in leaves if isinstance(ids, NodeIds)}  # labels go with them
         forward.rows = follower
+        follow_scripts(self.model)  # of a copy, too
         try:
             with (
                 torch_private.uncompiled(),

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from shardpass.core.following import follow_scripts
 from shardpass.core.memory import Checkpoint
 from shardpass.core.ranks import Ranks
 from shardpass.core.training import GradientSums
@@ -31,6 +32,7 @@ def make_outermost(
         methods, methods_of_part: the methods besides ``forward``, of the model and of a part that its user wrote.
         methods_of_module: methods of any module that may be called by themselves on several ranks.
     """
+    follow_scripts(model)
     sums = model._shardpass_wrapped = GradientSums(comm, model)  # type: ignore[assignment]
     followed = FollowedCalls(check)
     for name in ("forward", *methods(model)):

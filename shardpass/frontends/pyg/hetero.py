@@ -55,14 +55,33 @@ def is_sharded(edge_index_dict: Any) -> bool:
     )
 
 
+def holds_arguments(value: Any) -> bool:
+    """Whether a dict holds arguments by their names, as ``{"positions": pos, "edge_index": graph}`` does, and no types.
+
+    It has edges of a sharded graph under a name that is no edge type, beside other tensors.
+    """
+    if not isinstance(value, Mapping):
+        return False
+    others = [one for one in value.values() if not (isinstance(one, ShardedEdgeIndex) or is_sharded(one))]
+    has_names = all(isinstance(name, str) for name in value)
+    return has_names and len(others) < len(value) and not all(map(_is_edge_list, others))
+
+
+def _is_edge_list(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.int64 and value.dim() == 2 and value.size(0) == 2
+
+
 def check_types(values: Sequence[Any], comm: Ranks) -> None:
     """Raise if the arguments of a model do not fit together by type. Collective if they hold sharded edges by type.
+
+    Dicts that are among named arguments are looked at as if they had been passed by themselves.
 
     Raises:
         RefusedError, ValueError: see `check_edges_by_type`.
         DivergenceError: ranks pass different types, or pass them in a different order.
     """
-    by_type = [value for value in values if isinstance(value, Mapping)]
+    named = [one for value in values if holds_arguments(value) for one in value.values()]
+    by_type = [value for value in (*values, *named) if isinstance(value, Mapping) and not holds_arguments(value)]
     if not any(is_sharded(value) for value in by_type):
         return
     for value in by_type:

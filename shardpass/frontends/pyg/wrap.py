@@ -29,7 +29,7 @@ from shardpass.frontends.pyg.adjacency import refuse_sparse
 from shardpass.frontends.pyg.attention import distribute_attention
 from shardpass.frontends.pyg.derived_edges import find_edges_again
 from shardpass.frontends.pyg.functions import explained
-from shardpass.frontends.pyg.hetero import adapt_hetero, check_types, has_one_tensor_of_all_types
+from shardpass.frontends.pyg.hetero import adapt_hetero, check_types, has_one_tensor_of_all_types, holds_arguments
 from shardpass.frontends.pyg.lazy import Lazy
 from shardpass.frontends.pyg.methods import (
     adapt_methods,
@@ -197,10 +197,17 @@ class _Method(OutermostCall):
             if _has_graph((args, kwargs)):
                 args, kwargs = torch_private.tree_map(_edge_index_of, (args, kwargs))
             return self.alone(self._as_written, args, kwargs)
+        dicts = [value for value in (*args, *kwargs.values()) if isinstance(value, dict)]
         with self.comm.unfollowed(keeps=False):
             args, kwargs = self._checked(args, kwargs)
+        named = [holds_arguments(value) for value in (*args, *kwargs.values()) if isinstance(value, dict)]
         try:
-            return self.run(self._computed, args, kwargs)
+            if not any(named):
+                return self.run(self._computed, args, kwargs)
+            out, assigned = self.run(self._computed_beside, args, kwargs)
+            for value, is_named, found in zip(dicts, named, assigned):
+                value.update(found if is_named else {})
+            return out
         except RefusedError as error:
             if (told := explained(error)) is error:
                 raise
@@ -246,6 +253,17 @@ class _Method(OutermostCall):
             if isinstance(value, GraphArgument) and value.is_data:
                 _keep_assigned(value)
         return out
+
+    def _computed_beside(self, *args: Any, **kwargs: Any) -> Any:
+        """What the method returns, and what it has assigned in each dict that it was given, as NequIP's modules do."""
+        dicts = [value for value in (*args, *kwargs.values()) if isinstance(value, dict)]
+        before = [dict(value) for value in dicts]
+        out = self._computed(*args, **kwargs)
+        assigned = [
+            {name: one for name, one in value.items() if name not in old or one is not old[name]}
+            for value, old in zip(dicts, before)
+        ]
+        return out, torch_private.tree_map(_returned, assigned)
 
     def _as_written(self, *args: Any, **kwargs: Any) -> Any:
         method = self.adapted or partial(getattr(type(self.model), self.method), self.model)
