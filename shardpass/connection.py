@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, Literal, TypeVar
@@ -112,9 +113,13 @@ def _group_as_first(given: Any, group: Any) -> tuple[str, Any]:
     return "torch_distributed", given
 
 
-@cache
 def this_process() -> Ranks:
-    """The ranks of a run of this process alone, for graphs and models that were given none: always the same."""
+    """The ranks of a run of this process alone, for graphs and models that were given none: one for each thread."""
+    return _of_thread(threading.get_ident())
+
+
+@cache
+def _of_thread(thread: int) -> Ranks:
     return Ranks(backends.connect("local"))
 
 

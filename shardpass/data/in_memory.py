@@ -83,6 +83,10 @@ class Structure:
     nodes: Mapping[NodeType, Placed]
     edges: Mapping[EdgeType, OwnEdges]
 
+    def is_of(self, raw: RawGraph) -> bool:
+        """Whether these are the types of `raw`, in its order, with as many nodes."""
+        return [*self.num_nodes.items()] == [*raw.num_nodes.items()] and [*self.edges] == [*raw.edges]
+
     def graph(self, raw: RawGraph, comm: Ranks, options: Options) -> ShardedGraph:
         """The share of `raw`, whose nodes and edges these are."""
         fields, relations = {}, {}

@@ -21,7 +21,7 @@ from shardpass.core.ranks import (
     require_ranks,
     tensor_digest,
 )
-from shardpass.core.sharding import HOST, NodeType
+from shardpass.core.sharding import HOST, NODE, NodeType
 from shardpass.data.by_space import bisected
 from shardpass.data.file_rows import FileRows
 from shardpass.data.in_memory import Owners, Structure, structure_of
@@ -31,6 +31,7 @@ from shardpass.data.rows import Field
 from shardpass.errors import DivergenceError
 
 By = Literal["range", "space"]
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def shard(
@@ -65,6 +66,8 @@ def shard(
     is_alone, comm = comm is None, this_process() if comm is None else comm
     require_ranks(comm, "shard(data, comm)")
     options = Options() if options is None else options
+    if not isinstance(options, Options):
+        raise TypeError(f"shard(options=): expected shardpass.Options(...), but got {type(options).__name__}")
     with ordinary_tensors(), comm.out_of_turn():
         return _sharded(data, comm, parts, by, options, drop, is_alone)
 
@@ -94,7 +97,8 @@ class _Structures(Known[Structure]):
 def _sharded(
     data: Any, comm: Ranks, parts: Any, by: By, options: Options, drop: Collection[str], is_alone: bool
 ) -> ShardedGraph:
-    kept, key, tensors = comm.caches.of(_Structures), (repr(options), by), _tensors_of(data, parts)
+    kept, tensors = comm.caches.of(_Structures), _tensors_of(data, parts)
+    key = repr(options), by, (*parts,) if isinstance(parts, Mapping) else ()
     given = _given(data, comm, parts, by, drop, kept.find(key, tensors) if tensors else None)
     codes = _codes(comm, options, given)
     if any(number != codes[0][1] for _, number in codes):  # some ranks know the edges, and others do not
@@ -115,23 +119,55 @@ def _sharded(
 
 def _given(data: Any, comm: Ranks, parts: Any, by: By, drop: Collection[str], known: Structure | None) -> _Given:
     try:
+        _check_arguments(data, drop)
         raw = read(data, drop=tuple(drop), device=None, edges_are_known=known is not None)
-        if known is not None and known.num_nodes != raw.num_nodes:
+        if known is not None and not known.is_of(raw):
             raw, known = raw.validate(device=None), None
+        _check_batch(raw)
         owners = {} if known else {kind: _owner(raw, kind, parts, by, comm.size) for kind in raw.num_nodes}
         return _Given(raw, owners, known, None)
     except (ValueError, TypeError) as error:
         return _Given(None, {}, None, error)
 
 
+def _check_arguments(data: Any, drop: Collection[str]) -> None:
+    """Refuse fields that gradients would not reach, and names of fields that are none."""
+    if isinstance(drop, str):
+        raise TypeError(f"shard(drop={drop!r}): expected names of fields, such as [{drop!r}]")
+    fields = {name: value for store in _stores_of(data) for name, value in store.items()}
+    if unknown := set(drop) - {str(name) for name in fields}:
+        raise ValueError(f"shard(drop=): there is no field {sorted(unknown)}; there are {sorted(map(str, fields))}")
+    for name, value in fields.items():
+        if isinstance(value, Tensor) and value.requires_grad and name not in drop:
+            raise ValueError(
+                f"shard: field {name!r} requires a gradient, which own rows of a graph would not lead to: leave it out "
+                f"(drop=[{name!r}]) and give the model graph.own(...) of it"
+            )
+
+
+def _check_batch(raw: RawGraph) -> None:
+    batch = raw.node_fields.get(NODE, {}).get("batch")
+    if isinstance(batch, Tensor) and (batch.dtype not in _INTEGERS or (batch.numel() and int(batch.min()) < 0)):
+        raise ValueError(f"shard: the field batch ({batch.dtype}) must hold the number of each node's graph, from 0")
+
+
+def _stores_of(data: Any) -> list[Mapping[Any, Any]]:
+    """Where a `Data`, a `HeteroData`, a `DGLGraph` or a dict has its fields by name."""
+    if isinstance(data, Mapping):
+        return [data, *(store for store in data.values() if isinstance(store, Mapping))]
+    if (stores := getattr(data, "stores", None)) is not None:
+        return [*stores]
+    kinds = getattr(data, "ntypes", []), getattr(data, "canonical_etypes", [])
+    return [*(data.nodes[kind].data for kind in kinds[0]), *(data.edges[kind].data for kind in kinds[1])]
+
+
 def _tensors_of(data: Any, parts: Any) -> list[Tensor]:
     """The very tensors in which edges and parts are given; none where some are not tensors."""
-    stores = getattr(data, "edge_stores", None)
-    if stores is None:
-        stores = [data, *data.values()] if isinstance(data, Mapping) else []
-    found = [store["edge_index"] for store in stores if isinstance(store, Mapping) and "edge_index" in store]
+    stores = [] if isinstance(getattr(data, "ntypes", None), list) else _stores_of(data)
+    found = [store["edge_index"] for store in stores if "edge_index" in store]
     found += [] if parts is None else [*parts.values()] if isinstance(parts, Mapping) else [parts]
-    return found if all(type(one) is Tensor for one in found) else []
+    has_matrices = any("adj_t" in store for store in stores)
+    return found if not has_matrices and all(type(one) is Tensor for one in found) else []
 
 
 def _owner(raw: RawGraph, kind: NodeType, parts: Any, by: By, size: int) -> Tensor | None:
@@ -144,10 +180,13 @@ def _owner(raw: RawGraph, kind: NodeType, parts: Any, by: By, size: int) -> Tens
         raise ValueError(f"shard(parts=): expected a dict, with the ranks of the nodes of {[*raw.num_nodes]}")
     given, count = parts.get(kind) if isinstance(parts, Mapping) else parts, raw.num_nodes[kind]
     if given is None:
-        return None if by == "range" or size == 1 else bisected(_positions(raw, kind), size)
-    owner = torch.as_tensor(given).cpu()
+        return None if by == "range" else bisected(_positions(raw, kind), size)
     what = f"shard(parts=): the ranks of {kind!r} nodes"
-    if owner.dtype is torch.bool or owner.is_floating_point() or owner.is_complex():
+    try:
+        owner = torch.as_tensor(given).cpu()
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{what} are a {type(given).__name__}; expected integers, [{count}]") from None
+    if owner.dtype not in _INTEGERS:
         raise TypeError(f"{what} are {owner.dtype}; expected integers, [{count}]")
     if owner.shape != (count,):
         raise ValueError(f"{what} have the shape {list(owner.shape)}; expected [{count}], one for each node")
@@ -161,7 +200,8 @@ def _owner(raw: RawGraph, kind: NodeType, parts: Any, by: By, size: int) -> Tens
 
 def _positions(raw: RawGraph, kind: NodeType) -> Tensor:
     points = raw.node_fields.get(kind, {}).get("pos")
-    if not isinstance(points, Tensor) or points.dim() != 2 or not points.size(1):
+    is_real = isinstance(points, Tensor) and not points.is_complex() and points.dtype != torch.bool
+    if not is_real or not isinstance(points, Tensor) or points.dim() != 2 or not points.size(1):
         raise ValueError(
             f"shard(by='space') needs positions of the {kind!r} nodes, the field pos, [num_nodes, dimensions]"
         )
@@ -208,7 +248,7 @@ def _digests(given: _Given, options: Options) -> dict[str, str]:
     """What tells different graphs apart, by words for it. Edges that are known are alike."""
     raw = given.raw
     assert raw is not None
-    found = {"options": repr(options), "the numbers of nodes": repr(raw.num_nodes)}
+    found = {"options": repr(options), "the numbers of nodes": repr(raw.num_nodes), "edge types": repr([*raw.edges])}
     found |= {f"the parts of {kind!r}": "" if owner is None else _digest(owner) for kind, owner in given.owners.items()}
     for kind, ends in raw.edges.items() if given.known is None else ():
         found[f"the edges of {kind}"] = f"{_digest(ends.src)} {_digest(ends.dst)}"

@@ -20,7 +20,7 @@ from shardpass.core.graphs.misread import NOT_WRAPPED, refuse_ambiguous, refuse_
 from shardpass.core.graphs.relation import OwnFields, Relation
 from shardpass.core.graphs.tables import TableWriter
 from shardpass.core.graphs.whole import WholeOrder
-from shardpass.core.ranks import Options, Ranks, RowSet, takes_followed
+from shardpass.core.ranks import Options, Ranks, RowSet, takes_followed, unfollowed
 from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType, Ownership
 from shardpass.errors import RefusedError
 
@@ -294,8 +294,11 @@ class ShardedGraph:
         """Original position of each own edge, ``[num_own_edges]`` int64."""
         return self.relation.edge_ids
 
+    @unfollowed(0, gives="rows")
     def own(self, rows: Tensor, of: NodeType | EdgeType | None = None) -> Tensor:
         """This rank's rows of a tensor of the whole graph: ``[num_own, ...]`` of ``[num, ...]``. Differentiable.
+
+        The gradient of `rows` is that of this rank's rows, and 0 elsewhere.
 
         Args:
             rows: a row for each node or edge, in the order that the graph had before it was sharded.
@@ -304,6 +307,7 @@ class ShardedGraph:
         """
         return self._order(of).own(rows)
 
+    @unfollowed(0, gives="alike")
     def whole(self, rows: Tensor, of: NodeType | EdgeType | None = None) -> Tensor:
         """The rows of all ranks, in the order that the graph had before it was sharded: ``[num, ...]``. Collective.
 

@@ -55,6 +55,7 @@ from shardpass.core.wrapping.empty_rows import EmptyRows
 from shardpass.core.wrapping.explain import explained
 from shardpass.core.wrapping.held_rows import HeldRows, followed_for_hooks
 from shardpass.core.wrapping.parts import runs_as_it_is
+from shardpass.core.wrapping.refusals import refuse_other_ranks
 from shardpass.errors import RefusedError, ShardpassError
 
 _MISTAKES = (TypeError, AttributeError, NameError, KeyError, ImportError, OSError)
@@ -195,6 +196,7 @@ class OutermostCall:
 
     def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.comm.forward is None:
+            refuse_other_ranks((args, kwargs), self.comm)
             if torch.is_grad_enabled():
                 refuse_inside_ddp(self.comm)
             if self.comm.size > 1:

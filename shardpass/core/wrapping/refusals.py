@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardpass.core.ranks import torch_private
+from shardpass.core.following import user_line
+from shardpass.core.graphs import ShardedEdgeIndex
+from shardpass.core.ranks import Ranks, torch_private
 from shardpass.core.training import BATCH_NORMS, DistributedBatchNorm, refuse_sharded
 from shardpass.errors import RefusedError
 
@@ -67,3 +69,24 @@ def has_unknown_statistics(module: nn.Module) -> bool:
         return module.track_running_stats
     known = type(module) in BATCH_NORMS or isinstance(module, DistributedBatchNorm)
     return isinstance(module, torch_private.AnyBatchNorm) and not known
+
+
+def refuse_other_ranks(arguments: object, comm: Ranks) -> None:
+    """Raise if a graph among the arguments of a model is shared by other ranks than those of the model.
+
+    Raises:
+        RefusedError: it is.
+    """
+    for leaf in torch_private.tree_leaves(arguments):
+        plan = leaf.plan if isinstance(leaf, ShardedEdgeIndex) else None
+        theirs = plan.comm if plan is not None else getattr(leaf, "comm", None) if type(leaf) is not Tensor else None
+        if isinstance(theirs, Ranks) and theirs.size != comm.size:
+            raise RefusedError(
+                f"{user_line()}: the model is wrapped for {_counted(comm.size)}, but the graph is shared by "
+                f"{_counted(theirs.size)}: pass one communicator to both, as in shardpass.shard(data, comm) and "
+                f"wrap(model, comm)"
+            )
+
+
+def _counted(size: int) -> str:
+    return "this process alone" if size == 1 else f"{size} ranks"
