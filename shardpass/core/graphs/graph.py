@@ -320,16 +320,19 @@ class ShardedGraph:
         return self._order(of).whole(rows)
 
     def _order(self, of: NodeType | EdgeType | None) -> WholeOrder:
-        if of == "edges" and len(self.relations) == 1:
-            (of,) = self.relations
+        if of is None and len(self.node_types) == 1:
+            (of,) = self.node_types
+        elif of == "edges" and len(self.edge_types) == 1:
+            (of,) = self.edge_types
         if of not in self._orders:
-            if isinstance(of, tuple):
-                if of not in self.relations:
-                    raise ValueError(f"of={of!r}; expected one of the edge types of this graph: {self.edge_types}")
-                rows = self.relations[of].edge_ids, self._total_edges[of], "edges"
+            if isinstance(of, str) and of in self.node_types:
+                self._orders[of] = WholeOrder(self.comm, *self.ids_of(of), "nodes")
+            elif isinstance(of, tuple) and of in self.edge_types:
+                ids, total = self.relations[of].edge_ids, self._total_edges[of]
+                self._orders[of] = WholeOrder(self.comm, ids, total, "edges")
             else:
-                rows = *self.ids_of(of), "nodes"
-            self._orders[of] = WholeOrder(self.comm, *rows)
+                kinds = [*self.node_types, *self.edge_types]
+                raise ValueError(f"of={of!r}; expected one of the types of this graph: {kinds}")
         return self._orders[of]
 
     def fields_of(self, node_type: NodeType) -> OwnFields:
