@@ -10,6 +10,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+import torch
 
 from shardpass.cli.launch import find_program, launcher_environment
 
@@ -29,7 +30,11 @@ def run(launcher: str, name: str, folder: Path, *arguments: str) -> str:
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
             patch.chdir(folder)
             patch.setattr(sys, "argv", program)
-            runpy.run_path(program[0], run_name="__main__")
+            before = torch.get_default_dtype()
+            try:
+                runpy.run_path(program[0], run_name="__main__")
+            finally:
+                torch.set_default_dtype(before)  # an example may set it for itself
         return printed.getvalue()
     command = [*LAUNCHERS[launcher], *program]
     env = launcher_environment()
