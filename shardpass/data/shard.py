@@ -107,9 +107,9 @@ def _sharded(
     _refuse_unlike(comm, options, given, codes)
     raw, structure = given.raw, given.known
     assert raw is not None  # what failed has been raised
+    if is_alone:
+        comm.move_to(next((ends.src.device for ends in raw.edges.values()), HOST))
     if structure is None:
-        if is_alone:
-            comm.move_to(next((ends.src.device for ends in raw.edges.values()), HOST))
         kept.made += 1
         structure = structure_of(raw, given.owners, comm, options, kept.made)
         if tensors:
@@ -134,10 +134,11 @@ def _check_arguments(data: Any, drop: Collection[str]) -> None:
     """Refuse fields that gradients would not reach, and names of fields that are none."""
     if isinstance(drop, str):
         raise TypeError(f"shard(drop={drop!r}): expected names of fields, such as [{drop!r}]")
-    fields = {name: value for store in _stores_of(data) for name, value in store.items()}
-    if unknown := set(drop) - {str(name) for name in fields}:
-        raise ValueError(f"shard(drop=): there is no field {sorted(unknown)}; there are {sorted(map(str, fields))}")
-    for name, value in fields.items():
+    fields = [field for store in _stores_of(data) for field in store.items()]
+    names = {name for name, _ in fields if isinstance(name, str)}
+    if unknown := set(drop) - names:
+        raise ValueError(f"shard(drop=): there is no field {sorted(unknown)}; there are {sorted(names)}")
+    for name, value in fields:
         if isinstance(value, Tensor) and value.requires_grad and name not in drop:
             raise ValueError(
                 f"shard: field {name!r} requires a gradient, which own rows of a graph would not lead to: leave it out "

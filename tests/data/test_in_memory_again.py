@@ -78,8 +78,15 @@ def small(**changes: Any) -> Data:
     return Data(**({"x": torch.randn(5, 4).double(), "edge_index": EDGES} | changes))
 
 
+def with_gradient() -> HeteroData:
+    data = typed(("a", "x", "b"))
+    data["a"].x.requires_grad_()
+    return data
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a gradient": (lambda: sp.shard(small(x=torch.ones(5, 4, requires_grad=True))), ValueError, "graph.own"),
+    "a gradient of one type of two": (lambda: sp.shard(with_gradient()), ValueError, "field 'x' requires a gradient"),
     "a name that is none": (lambda: sp.shard(small(), drop=["pos"]), ValueError, "no field \\['pos'\\]"),
     "a string of names": (lambda: sp.shard(small(), drop="x"), TypeError, "expected names"),
     "graphs by fractions": (lambda: sp.shard(small(batch=torch.zeros(5))), ValueError, "the field batch"),

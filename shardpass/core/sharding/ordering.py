@@ -18,4 +18,4 @@ def stable_order(keys: Tensor, bound: int) -> Tensor:
         return torch.argsort(keys, stable=True)
     joined = (keys.long() << bits).add_(torch.arange(keys.numel()))
     joined.numpy().sort()
-    return joined & ((1 << bits) - 1)
+    return joined & ((1 << bits) - 1)  # memory that numpy has not seen; see `torch_private.is_foreign`
