@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -16,8 +17,9 @@ from shardpass.core.aggregation.execute import Push, execute
 from shardpass.core.aggregation.forward import run_forward
 from shardpass.core.aggregation.gradients import Gradients, needed_values, zero_gradients
 from shardpass.core.aggregation.pull import pull_attention, pull_copies
-from shardpass.core.ranks import end_call, refuse_double_backward
-from shardpass.core.tracing import Sides
+from shardpass.core.aggregation.second_order import differentiable_gradients
+from shardpass.core.ranks import begin_derivative, end_call, end_derivative
+from shardpass.core.tracing import Base, Key, Sides
 
 
 def run_call(call: Call, inputs: Sides, token: Tensor) -> list[Tensor]:
@@ -67,7 +69,8 @@ class _ShardedCall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
-        refuse_double_backward(call.label)
+        if torch.is_grad_enabled():
+            return (None, *_derivative(call, ctx.saved_tensors[1 : 1 + ctx.layout[0]], grads))
         token, operands, results = _saved(ctx)
         grad_edges, by_reduction = None, {}
         if call.structure.edge_output:
@@ -80,6 +83,63 @@ class _ShardedCall(torch.autograd.Function):
         needed = ctx.needs_input_grad[2:]
         zero = torch.zeros_like(token) if grads[-1] is None else grads[-1]
         return (None, zero, *(g if need else None for g, need in zip(of_inputs, needed)))
+
+
+def _derivative(call: Call, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """What backward returns where it is differentiated itself: a token, and gradients of the tensors. Collective."""
+    comm, results = call.plan.comm, grads[:-1]
+    token = begin_derivative(comm, call.label, grads[-1])
+    if call.reads_sources_again:
+        found, token = differentiable_gradients(call, token, tensors, results)
+    else:
+        given = {k: grad for k, grad in enumerate(results) if grad is not None}
+        *of_sources, token = _Transposed.apply(call, token, tensors, [*given], *given.values())
+        by_key = dict(zip(_linear_keys(call), of_sources))
+        found = [by_key.get(key) for key in call.keys] + [None] * len(call.captured)
+    return [token, *end_derivative(comm, token, found)]
+
+
+def _linear_keys(call: Call) -> list[Key]:
+    return [key for key in call.keys if key.side == "src" and key in call.gradients]
+
+
+class _Transposed(torch.autograd.Function):
+    """The gradients of sums of copies, which are linear. Inputs: call, token, its tensors, which results; gradients.
+
+    Outputs: the gradients of the sources, and a token. Backward is the call itself.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, token: Tensor, tensors: Sequence[Tensor], given: list[int], *grads: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(token, *tensors)
+        ctx.call, ctx.given = call, given
+        operands = call.operands(tensors)
+        found = zero_gradients(call, operands, {k: grad.contiguous() for k, grad in zip(given, grads)}, None)
+        _add_gradients(call, operands, ForwardResult(), found)
+        return (*(found.src[key.name] for key in _linear_keys(call)), torch.zeros_like(token))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        token, *tensors = ctx.saved_tensors
+        call: Call = ctx.call
+        comm = call.plan.comm
+        arrived = dict(zip(_linear_keys(call), grads))
+        rows = [
+            tensor if key.side != "src" else tensor.new_zeros(tensor.shape) if (grad := arrived.get(key)) is None else grad
+            for key, tensor in zip(call.keys, tensors)
+        ]
+        structure = call.structure
+        linear = replace(structure, reductions=tuple(replace(r, base=Base()) for r in structure.reductions))
+        token = begin_derivative(comm, call.label, grads[-1]) if torch.is_grad_enabled() else token.detach()
+        call = replace(call, structure=linear)
+        *outputs, token = _ShardedCall.apply(call, token, *rows, *tensors[len(rows) :])
+        found = [outputs[k] for k in ctx.given]
+        if torch.is_grad_enabled():
+            found = end_derivative(comm, token, found)
+        return (None, token, None, None, *found)
 
 
 def _add_gradients(call: Call, operands: Operands, results: ForwardResult, into: Gradients) -> None:

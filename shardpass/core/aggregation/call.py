@@ -234,9 +234,9 @@ class Call:
             if name in rows:
                 src[name] = given(Key("src", name), gather_rows(rows[name], piece.src_rows))
             else:
-                src[name] = _stand_in(tensor, count, self.given.get(name, tensor.dtype))
+                src[name] = stand_in(tensor, count, self.given.get(name, tensor.dtype))
         dst = {
-            name: _stand_in(tensor, count, tensor.dtype)
+            name: stand_in(tensor, count, tensor.dtype)
             if Key("dst", name) in unread
             else given(Key("dst", name), gather_rows(tensor[piece.window], piece.dst_rows))
             for name, tensor in operands.dst.items()
@@ -282,7 +282,8 @@ class Call:
             yield
 
 
-def _stand_in(tensor: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+def stand_in(tensor: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """`count` rows in the place of rows of `tensor` that nothing depends on: NaN, or 0 where there is none."""
     filler = float("nan") if is_differentiable(tensor) else 0
     return tensor.new_full((count, *tensor.shape[1:]), filler, dtype=dtype)  # not expanded: it may be viewed
 

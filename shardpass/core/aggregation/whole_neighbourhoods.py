@@ -73,7 +73,7 @@ def inputs_at_once(
     """
     program = replace(program, message=lambda inputs: _side_by_side(message(inputs)))
     program = _with_edge_tensors(program, plan, edges, label)
-    src_rows, dst_rows, positions = _edges_by_destination(edges, places)
+    src_rows, dst_rows, positions = edges_by_destination(edges, places)
     degree = edges.largest_degree
     most = degree if degree is not None else (int(edges.degrees().max()) if edges.num_edges else 0)
     most = max(answer[0] for answer in agree(plan.comm, f"{label}: largest in-degree", [most]))
@@ -164,7 +164,7 @@ def _with_edge_tensors(program: Program, plan: HaloPlan, edges: EdgeShards, labe
         return replace(program, edge={n: program.edge[n] for n, per_edge in zip(names, common) if per_edge})
 
 
-def _edges_by_destination(edges: EdgeShards, places: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def edges_by_destination(edges: EdgeShards, places: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """``(source rows, destination rows, positions in the edge list)``, ``[num_edges]`` int64 each."""
     src, dst, positions = [], [], []
     for shard in edges.shards:

@@ -7,7 +7,14 @@ from shardpass.core.exchange.halo import HaloPlan, build_halo_plan, halo_plan_of
 from shardpass.core.exchange.packing import MESSAGE_BUFFER, Packing
 from shardpass.core.exchange.schedule import Schedule, Transfer
 from shardpass.core.exchange.tokens import WalkId
-from shardpass.core.exchange.transfer import carry, extremum_at_owners, halo_fetch, scatter_to_owners
+from shardpass.core.exchange.transfer import (
+    carry,
+    extremum_at_owners,
+    gather_halo,
+    halo_fetch,
+    scatter_to_owners,
+    sum_to_owners,
+)
 from shardpass.core.exchange.walk import GradientReturn, fetch_blocks
 from shardpass.core.exchange.windows import WindowPool, shares_all_rows, shares_rows
 from shardpass.core.exchange.wire import Routed, ask, exchange_arrays, exchange_rows
@@ -29,10 +36,12 @@ __all__ = [
     "exchange_rows",
     "extremum_at_owners",
     "fetch_blocks",
+    "gather_halo",
     "halo_fetch",
     "halo_plan_of",
     "node_set",
     "scatter_to_owners",
     "shares_all_rows",
     "shares_rows",
+    "sum_to_owners",
 ]

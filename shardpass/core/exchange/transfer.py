@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import count, pairwise
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ def halo_fetch(own: Tensor, plan: HaloPlan, label: str) -> Tensor:
         return own
     if own.device != plan.comm.device:  # computed from edges in CPU memory
         return halo_fetch(own.to(plan.comm.device), plan, label).to(own.device)
-    return carry(plan.comm, own, label, lambda t, s: _gather(t, plan, s), lambda t, s: _sum_to_owners(t, plan, s))
+    return carry(plan.comm, own, label, lambda t, s: gather_halo(t, plan, s), lambda t, s: sum_to_owners(t, plan, s))
 
 
 def scatter_to_owners(rows: Tensor, plan: HaloPlan, label: str) -> Tensor:
@@ -31,7 +31,7 @@ def scatter_to_owners(rows: Tensor, plan: HaloPlan, label: str) -> Tensor:
         return rows
     if rows.device != plan.comm.device:
         return scatter_to_owners(rows.to(plan.comm.device), plan, label).to(rows.device)
-    return carry(plan.comm, rows, label, lambda t, s: _sum_to_owners(t, plan, s), lambda t, s: _gather(t, plan, s))
+    return carry(plan.comm, rows, label, lambda t, s: sum_to_owners(t, plan, s), lambda t, s: gather_halo(t, plan, s))
 
 
 def extremum_at_owners(rows: Tensor, plan: HaloPlan, op: str, label: str) -> Tensor:
@@ -59,21 +59,30 @@ def carry(comm: Ranks, rows: Tensor, label: str, there: Carrier, back: Carrier) 
     answers = agree(comm, label, [digest(text), int(grad)])
     if any(answer[0] != answers[0][0] for answer in answers):
         raise diverged(comm, label, text)
-    forward, backward = WalkId(number, 0, label), WalkId(number, 1, f"{label} backward")
+    walks = count(1)
     if not any(answer[1] for answer in answers):
         with torch.no_grad():
-            return there(rows, forward)
-    return linear_call(comm, token, label, rows, lambda t: there(t, forward), lambda t: back(t, backward))
+            return there(rows, WalkId(number, 0, label))
+    return linear_call(
+        comm,
+        token,
+        label,
+        rows,
+        lambda t: there(t, WalkId(number, next(walks), label)),
+        lambda t: back(t, WalkId(number, next(walks), f"{label} backward")),
+    )
 
 
-def _gather(own: Tensor, plan: HaloPlan, walk: WalkId) -> Tensor:
+def gather_halo(own: Tensor, plan: HaloPlan, walk: WalkId) -> Tensor:
+    """What `halo_fetch` gives, without gradients."""
     out = own.new_empty((plan.num_src, *own.shape[1:]))
     for _, block, (rows,) in fetch_blocks(plan, [own.detach().contiguous()], walk):
         out[block.start : block.stop] = rows
     return out
 
 
-def _sum_to_owners(rows: Tensor, plan: HaloPlan, walk: WalkId) -> Tensor:
+def sum_to_owners(rows: Tensor, plan: HaloPlan, walk: WalkId) -> Tensor:
+    """What `scatter_to_owners` gives, without gradients."""
     own = rows.detach()[: plan.num_own_src].clone(memory_format=torch.contiguous_format)
     back = GradientReturn(plan, [own], walk)
     for position, block in enumerate(plan.blocks[1:], start=1):

@@ -23,7 +23,7 @@ rank, in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -108,6 +108,23 @@ def end_chain(comm: Ranks, outputs: Any) -> Any:
         for i, tensor in zip(tied, _Tie.apply(token, *(leaves[i] for i in tied))):
             leaves[i] = tensor
     return torch_private.tree_unflatten(leaves, structure)
+
+
+def begin_derivative(comm: Ranks, label: str, token: Tensor | None) -> Tensor:
+    """The token that the calls of a backward with ``create_graph=True`` take.
+
+    Args:
+        token: the gradient that arrived for the token of the call in forward: the chain of the derivatives.
+    """
+    number, latest = begin_call(comm, label)
+    return token if token is not None and token.requires_grad else latest
+
+
+def end_derivative(comm: Ranks, token: Tensor, found: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients `found`, tied to the last token of the derivative, which is the gradient of the token of forward."""
+    end_call(comm, token)
+    tied = iter(_Tie.apply(token, *(one for one in found if one is not None)))
+    return [None if one is None else next(tied) for one in found]
 
 
 def drop_chain(comm: Ranks) -> None:
@@ -204,9 +221,17 @@ def linear_call(comm: Ranks, token: Tensor, label: str, rows: Tensor, forward: L
         label: of the call, for error messages.
         rows: floating point.
     """
-    out, token = _LinearCall.apply(token, rows, forward, adjoint, label)
+    out, token = linear_step(comm, token, label, rows, forward, adjoint)
     end_call(comm, token)
     return out
+
+
+def linear_step(
+    comm: Ranks, token: Tensor, label: str, rows: Tensor, forward: Linear, adjoint: Linear
+) -> tuple[Tensor, Tensor]:
+    """What `linear_call` returns, and its token, where the call goes on."""
+    out, token = _LinearCall.apply(token, rows, forward, adjoint, label, comm)
+    return out, token
 
 
 class _LinearCall(torch.autograd.Function):
@@ -214,17 +239,22 @@ class _LinearCall(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, token: Tensor, rows: Tensor, forward: Linear, adjoint: Linear, label: str
+        ctx: Any, token: Tensor, rows: Tensor, forward: Linear, adjoint: Linear, label: str, comm: Ranks
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(token)
-        ctx.adjoint, ctx.label = adjoint, label
+        ctx.call = forward, adjoint, label, comm
         return forward(rows.detach()), torch.zeros_like(token)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_double_backward(ctx.label)
         (token,) = ctx.saved_tensors  # before communicating, see the note above
-        return torch.zeros_like(token), ctx.adjoint(grads[0]), None, None, None
+        forward, adjoint, label, comm = ctx.call
+        if not torch.is_grad_enabled():
+            return torch.zeros_like(token), adjoint(grads[0]), None, None, None, None
+        token = begin_derivative(comm, label, grads[1])
+        rows, token = linear_step(comm, token, label, grads[0], adjoint, forward)
+        (rows,) = end_derivative(comm, token, [rows])
+        return token, rows, None, None, None, None
 
 
 class _Tie(torch.autograd.Function):
@@ -233,13 +263,14 @@ class _Tie(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.device = token.device
+        ctx.save_for_backward(token)
         # detach and not view_as, so that the user may still change the alias in place
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return torch.zeros((), device=ctx.device), *grads
+        (token,) = ctx.saved_tensors
+        return token * 0, *grads  # derivatives begin with a token that follows the last one of forward
 
 
 def _new_token(comm: Ranks) -> Tensor:

@@ -20,7 +20,7 @@ from shardpass.core.tracing.formula import MOST_TABLES, Formula, Leaf, Step
 from shardpass.core.tracing.linear_maps import EndSide, LinearMap
 from shardpass.core.tracing.probing import conditions, probe, sample_inputs, structure_of
 from shardpass.core.tracing.program import Inputs, Key, NeedsMessagesError, Program, Side, Sides
-from shardpass.core.tracing.reducers import REDUCERS, Base, Extremum, State, accumulator_dtype, rescale
+from shardpass.core.tracing.reducers import REDUCERS, Base, Extremum, State, accumulator_dtype, expand_index, rescale
 from shardpass.core.tracing.rowwise import check_row_wise
 from shardpass.core.tracing.scores import AdditiveScore, DotScore, MixedScore, Score
 from shardpass.core.tracing.structure import KERNEL_FORMS, Attention, Messages, Reduction, Structure
@@ -64,6 +64,7 @@ __all__ = [
     "accumulator_dtype",
     "check_row_wise",
     "conditions",
+    "expand_index",
     "probe",
     "rescale",
     "sample_inputs",

@@ -1,0 +1,253 @@
+"""Backward of a sharded call that is itself differentiated, as for forces: ``create_graph=True``.
+
+The rows of sources are fetched again by differentiable calls, and the gradients are a function of edges, see
+`of_edges`. Its pieces hold whole neighbourhoods, so that torch's own functions compute every reduction at once. A sum
+of copies of rows is linear: its gradient is the transposed sum, whose gradient is the sum again, all by kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shardpass.core.aggregation.call import Call, EdgePiece, stand_in
+from shardpass.core.aggregation.of_edges import Cut, EdgeFunction, Kind, Pieces, cut_by_destination, of_edges
+from shardpass.core.aggregation.rerun import run_again
+from shardpass.core.aggregation.whole_neighbourhoods import edges_by_destination
+from shardpass.core.exchange import gather_halo, sum_to_owners
+from shardpass.core.ranks import is_differentiable, linear_step, ordinary_tensors
+from shardpass.core.sharding import EdgeShards, smallest_index_dtype
+from shardpass.core.tracing import REDUCERS, Base, Inputs, Key, Sides, StopPass, accumulator_dtype, expand_index
+from shardpass.errors import RefusedError
+
+_AMONG = {"max": "amax", "min": "amin", "prod": "prod"}  # the names that torch has for them
+
+
+@dataclass
+class _Tables:
+    """What the message function reads, as tables of a function of edges."""
+
+    keys: list[Key | None] = field(default_factory=list)  # `None` for a tensor that it captures
+    kinds: list[Kind] = field(default_factory=list)
+    rows: list[Tensor] = field(default_factory=list)
+    wanted: list[int] = field(default_factory=list)
+
+    def take(self, key: Key | None, kind: Kind, rows: Tensor, is_wanted: bool) -> None:
+        if is_wanted and is_differentiable(rows):
+            self.wanted.append(len(self.rows))
+        self.keys.append(key)
+        self.kinds.append(kind)
+        self.rows.append(rows)
+
+
+def differentiable_gradients(
+    call: Call, token: Tensor, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> tuple[list[Tensor | None], Tensor]:
+    """The gradients of the inputs and captures of a call, which can be differentiated; and a token. Collective.
+
+    Args:
+        token: that `begin_derivative` gave.
+        tensors: the inputs of the call, those of its keys and then its captures.
+        grads: of its results.
+    """
+    _refuse_draws(call)
+    tables, structure = _Tables(), call.structure
+    read, unread = {call.canonical[name] for name in structure.sources}, dict[str, Tensor]()
+    for key, tensor in zip(call.keys, tensors):
+        is_wanted = key in call.gradients
+        if key.side != "src":
+            tables.take(key, key.side, tensor, is_wanted)
+        elif key.name in read:
+            rows, token = _fetched(call, token, tensor, is_wanted)
+            tables.take(key, "src", rows, is_wanted)
+        else:
+            unread[key.name] = tensor
+    for tensor in tensors[len(call.keys) :]:
+        tables.take(None, "whole", tensor, tensor.requires_grad)
+    function = EdgeFunction(_Messages(call, tables.keys, unread), tuple(tables.kinds), others=_others(call, tables))
+    given = [k for k, grad in enumerate(grads) if grad is not None]
+    of_results: Kind = "edge" if structure.edge_output else "dst"
+    adjoint = function.adjoint(given, [of_results] * len(given), tables.wanted)
+    found = of_edges(adjoint, _pieces(call, tables), [*tables.rows, *(grads[k].contiguous() for k in given)])
+    by_table = dict(zip(tables.wanted, found)) if given else {}
+    results, captures = dict[Key, Tensor | None](), list[Tensor | None]()
+    for number, (key, rows) in enumerate(zip(tables.keys, tables.rows)):
+        grad = by_table.get(number)
+        if key is None:
+            captures.append(grad)
+            continue
+        if key.side == "src" and key in call.gradients:  # other ranks may have found some
+            grad, token = _returned(call, token, torch.zeros_like(rows) if grad is None else grad)
+        results[key] = grad
+    return [*(results.get(key) for key in call.keys), *captures], token
+
+
+def _fetched(call: Call, token: Tensor, own: Tensor, is_differentiable: bool) -> tuple[Tensor, Tensor]:
+    """All source rows, ``[num_src, ...]``, and a token."""
+    if not call.plan.schedule.rounds:
+        return own, token
+    there, back = _carriers(call)
+    if is_differentiable:
+        return linear_step(call.plan.comm, token, call.label, own, there, back)
+    with torch.no_grad():
+        return there(own), token
+
+
+def _returned(call: Call, token: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of sources summed into their owners, and a token."""
+    if not call.plan.schedule.rounds:
+        return rows, token
+    there, back = _carriers(call)
+    return linear_step(call.plan.comm, token, call.label, rows, back, there)
+
+
+def _carriers(call: Call) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    plan = call.plan
+    return (
+        lambda rows: gather_halo(rows, plan, call.next_walk()),
+        lambda rows: sum_to_owners(rows, plan, call.next_walk()),
+    )
+
+
+def _others(call: Call, tables: _Tables) -> dict[int, Tensor]:
+    """The captured tensors themselves, by the numbers of their tables."""
+    first = tables.keys.index(None) if None in tables.keys else len(tables.keys)
+    return {first + i: tensor for i, tensor in enumerate(call.captured) if tensor.requires_grad}
+
+
+class _ByDestination:
+    """The edges of a list in order of their destinations, and where they are cut, once they were asked for."""
+
+    def __init__(self) -> None:
+        self.cuts: dict[int, list[Cut]] = {}
+        self._edges: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def pieces(self, edges: EdgeShards, most: int, streamed_to: torch.device | None) -> Pieces:
+        """Pieces of `most` edges, or more where a node has more."""
+        if self._edges is None:
+            with ordinary_tensors():
+                numbers = edges_by_destination(edges, None)
+                self._edges = tuple(one.to(smallest_index_dtype(int(one.max()) + 1 if one.numel() else 0)) for one in numbers)
+        if most not in self.cuts:
+            self.cuts[most] = cut_by_destination(edges.degrees(), most)
+        return Pieces(*self._edges, self.cuts[most], streamed_to)
+
+
+def _pieces(call: Call, tables: _Tables) -> Pieces:
+    widths = [t.itemsize * t.shape[1:].numel() for t, kind in zip(tables.rows, tables.kinds) if kind != "whole"]
+    widths += [torch.Size(r.tail).numel() * r.dtype.itemsize for r in call.structure.reductions]
+    most = max(1, call.plan.options.chunk_bytes // max([*widths, 1]))
+    return call.plan.comm.caches.of(_ByDestination, call.edges).pieces(call.edges, most, call.streamed_to)
+
+
+class _Messages:
+    """The message function on a piece that holds whole neighbourhoods: its reductions, or its edge result alone.
+
+    Args:
+        keys: of the tables that are no captured tensors; those come last.
+        unread: source tensors that the call does not fetch, since nothing depends on them.
+    """
+
+    def __init__(self, call: Call, keys: Sequence[Key | None], unread: dict[str, Tensor]) -> None:
+        self.call, self.unread = call, unread
+        self.keys = [key for key in keys if key is not None]
+        reductions = call.structure.reductions
+        self.by_kernels = all(r.form in ("ones", "copy", "scale") for r in reductions) and not call.structure.edge_output
+
+    def __call__(self, piece: EdgePiece, rows: list[Tensor]) -> Sequence[Tensor | None]:
+        own, captured = Sides.of(zip(self.keys, rows)), rows[len(self.keys) :]
+        if self.by_kernels:
+            return self._sums(piece, own)
+        call, structure = self.call, self.call.structure
+        count = piece.src_rows.numel()
+        src = {
+            name: own.src[one] if one in own.src else stand_in(self.unread[one], count, call.given[name])
+            for name, one in call.canonical.items()
+        }
+        dst = {name: table.index_select(0, piece.dst_rows) for name, table in own.dst.items()}
+        inputs = Inputs(src, dst, own.edge, piece.dst_rows, piece.window.stop - piece.window.start)
+        phase = _WholeReductions(call, piece)
+        expected = {id(tensor) for tensor in (*captured, *call.captured, *(t for _, t in inputs.items()))}
+        substitutes = {id(original): tensor for original, tensor in zip(call.captured, captured)}
+        message, _ = run_again(call, inputs, phase, substitutes=substitutes, expected=expected)
+        if structure.edge_output:
+            return [message]
+        return [phase.values.get(k) for k in range(len(structure.reductions))]
+
+    def _sums(self, piece: EdgePiece, own: Sides) -> Sequence[Tensor | None]:
+        """Sums of rows, or of rows times the weights of edges."""
+        found: list[Tensor | None] = []
+        for reduction in self.call.structure.reductions:
+            if reduction.form == "ones":
+                found.append(None)
+                continue
+            rows = own.src[self.call.canonical[reduction.source]]
+            if reduction.weight:
+                weights = own.edge[reduction.weight]
+                heads = weights.shape[1:].numel()
+                weighted = rows.reshape(rows.size(0), heads, -1) * weights.reshape(-1, heads, 1)
+                rows = weighted.reshape(rows.shape)
+            found.append(_reduced("sum", rows, piece.dst_rows, piece.window, reduction.base))
+        return found
+
+
+class _WholeReductions:
+    """Computes the reductions of a piece, to which all in-edges of its destinations belong."""
+
+    def __init__(self, call: Call, piece: EdgePiece) -> None:
+        self.call, self.window = call, piece.window
+        self.num_dst, self.offset, self.whole_dst = _length(piece.window), piece.window.start, call.edges.num_dst
+        structure = call.structure
+        self.last = None if structure.edge_output else len(structure.reductions) - 1
+        self.values: dict[int, Tensor] = {}
+
+    def known_base(self, k: int) -> Base | None:
+        return self.call.structure.reductions[k].base
+
+    def reduce(self, k: int, op: str, values: Tensor, index: Tensor, base: Base) -> Tensor:
+        self.values[k] = _reduced(op, values, index, self.window, base)
+        if k == self.last:
+            raise StopPass
+        return self.values[k]
+
+
+def _length(window: slice) -> int:
+    found: int = window.stop - window.start
+    return found
+
+
+def _reduced(op: str, values: Tensor, index: Tensor, window: slice, base: Base) -> Tensor:
+    """A reduction by functions of torch, which can be differentiated any number of times."""
+    shape = _length(window), *values.shape[1:]
+    if op == "sum":
+        wide = values.to(accumulator_dtype(values.dtype))
+        return wide.new_full(shape, base.value).index_add(0, index, wide).to(values.dtype)
+    if op in _AMONG:
+        start = values.new_full(shape, base.value)
+        return start.scatter_reduce(0, expand_index(index, values), values, _AMONG[op], include_self=base.included)
+    reducer, known = REDUCERS[op], values.detach()
+    state = reducer.init(shape[0], shape[1:], known)
+    reducer.accumulate(state, known, index)
+    value = reducer.value(state, base)
+    won = (known == value.index_select(0, index)).all(-1)
+    best = _reduced("sum", values[..., 0] * won, index, window, Base())
+    return torch.stack([torch.where(value[..., 1].isinf(), value[..., 0], best), value[..., 1]], dim=-1)
+
+
+def _refuse_draws(call: Call) -> None:
+    structure = call.structure
+    name = call.program.name
+    drawn = structure.random or structure.drops or (structure.attention is not None and structure.attention.dropout > 0)
+    if drawn:
+        raise RefusedError(
+            f"{name}: dropout, or other random numbers, inside message() cannot be drawn again in a backward with "
+            f"create_graph=True. Switch it off with model.eval() or dropout=0, or move it out of message()"
+        )
+    if structure.norms:
+        raise RefusedError(
+            f"{name}: a BatchNorm in training mode inside message() cannot be differentiated twice "
+            f"(create_graph=True). Use model.eval(), or another norm"
+        )
