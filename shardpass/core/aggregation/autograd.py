@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -18,7 +19,7 @@ from shardpass.core.aggregation.forward import run_forward
 from shardpass.core.aggregation.gradients import Gradients, needed_values, zero_gradients
 from shardpass.core.aggregation.pull import pull_attention, pull_copies
 from shardpass.core.aggregation.second_order import differentiable_gradients
-from shardpass.core.ranks import begin_derivative, end_call, end_derivative
+from shardpass.core.ranks import begin_call, derived, end_call
 from shardpass.core.tracing import Base, Key, Sides
 
 
@@ -70,7 +71,8 @@ class _ShardedCall(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         if torch.is_grad_enabled():
-            return (None, *_derivative(call, ctx.saved_tensors[1 : 1 + ctx.layout[0]], grads))
+            tensors = ctx.saved_tensors[1 : 1 + ctx.layout[0]]
+            return (None, *derived(call.plan.comm, grads[-1], partial(_derivative, call, tensors, grads[:-1])))
         token, operands, results = _saved(ctx)
         grad_edges, by_reduction = None, {}
         if call.structure.edge_output:
@@ -85,18 +87,16 @@ class _ShardedCall(torch.autograd.Function):
         return (None, zero, *(g if need else None for g, need in zip(of_inputs, needed)))
 
 
-def _derivative(call: Call, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """What backward returns where it is differentiated itself: a token, and gradients of the tensors. Collective."""
-    comm, results = call.plan.comm, grads[:-1]
-    token = begin_derivative(comm, call.label, grads[-1])
+def _derivative(call: Call, tensors: Sequence[Tensor], results: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients of `tensors` where backward is differentiated itself. Collective."""
     if call.reads_sources_again:
-        found, token = differentiable_gradients(call, token, tensors, results)
-    else:
-        given = {k: grad for k, grad in enumerate(results) if grad is not None}
-        *of_sources, token = _Transposed.apply(call, token, tensors, [*given], *given.values())
-        by_key = dict(zip(_linear_keys(call), of_sources))
-        found = [by_key.get(key) for key in call.keys] + [None] * len(call.captured)
-    return [token, *end_derivative(comm, token, found)]
+        return differentiable_gradients(call, tensors, results)
+    _, token = begin_call(call.plan.comm, call.label)
+    given = {k: grad for k, grad in enumerate(results) if grad is not None}
+    *of_sources, token = _Transposed.apply(call, token, tensors, [*given], *given.values())
+    end_call(call.plan.comm, token)
+    by_key = dict(zip(_linear_keys(call), of_sources))
+    return [*(by_key.get(key) for key in call.keys), *[None] * len(call.captured)]
 
 
 def _linear_keys(call: Call) -> list[Key]:
@@ -133,13 +133,16 @@ class _Transposed(torch.autograd.Function):
         ]
         structure = call.structure
         linear = replace(structure, reductions=tuple(replace(r, base=Base()) for r in structure.reductions))
-        token = begin_derivative(comm, call.label, grads[-1]) if torch.is_grad_enabled() else token.detach()
         call = replace(call, structure=linear)
-        *outputs, token = _ShardedCall.apply(call, token, *rows, *tensors[len(rows) :])
-        found = [outputs[k] for k in ctx.given]
-        if torch.is_grad_enabled():
-            found = end_derivative(comm, token, found)
-        return (None, token, None, None, *found)
+
+        def again() -> list[Tensor]:
+            _, latest = begin_call(comm, call.label)
+            *outputs, last = _ShardedCall.apply(call, latest, *rows, *tensors[len(rows) :])
+            end_call(comm, last)
+            return [outputs[k] for k in ctx.given]
+
+        found = derived(comm, grads[-1], again) if torch.is_grad_enabled() else [torch.zeros_like(token), *again()]
+        return (None, found[0], None, None, *found[1:])
 
 
 def _add_gradients(call: Call, operands: Operands, results: ForwardResult, into: Gradients) -> None:

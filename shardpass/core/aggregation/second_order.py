@@ -7,7 +7,7 @@ of copies of rows is linear: its gradient is the transposed sum, whose gradient 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +18,7 @@ from shardpass.core.aggregation.of_edges import Cut, EdgeFunction, Kind, Pieces,
 from shardpass.core.aggregation.rerun import run_again
 from shardpass.core.aggregation.whole_neighbourhoods import edges_by_destination
 from shardpass.core.exchange import gather_halo, sum_to_owners
-from shardpass.core.ranks import is_differentiable, linear_step, ordinary_tensors
+from shardpass.core.ranks import Linear, begin_call, is_differentiable, linear_call, ordinary_tensors
 from shardpass.core.sharding import EdgeShards, smallest_index_dtype
 from shardpass.core.tracing import REDUCERS, Base, Inputs, Key, Sides, StopPass, accumulator_dtype, expand_index
 from shardpass.errors import RefusedError
@@ -44,12 +44,11 @@ class _Tables:
 
 
 def differentiable_gradients(
-    call: Call, token: Tensor, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]
-) -> tuple[list[Tensor | None], Tensor]:
-    """The gradients of the inputs and captures of a call, which can be differentiated; and a token. Collective.
+    call: Call, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The gradients of the inputs and captures of a call, which can be differentiated. Collective.
 
     Args:
-        token: that `begin_derivative` gave.
         tensors: the inputs of the call, those of its keys and then its captures.
         grads: of its results.
     """
@@ -61,7 +60,8 @@ def differentiable_gradients(
         if key.side != "src":
             tables.take(key, key.side, tensor, is_wanted)
         elif key.name in read:
-            rows, token = _fetched(call, token, tensor, is_wanted)
+            there, back = _carriers(call)
+            rows = _carried(call, tensor, there, back) if is_wanted else there(tensor)
             tables.take(key, "src", rows, is_wanted)
         else:
             unread[key.name] = tensor
@@ -80,31 +80,23 @@ def differentiable_gradients(
             captures.append(grad)
             continue
         if key.side == "src" and key in call.gradients:  # other ranks may have found some
-            grad, token = _returned(call, token, torch.zeros_like(rows) if grad is None else grad)
+            there, back = _carriers(call)
+            grad = _carried(call, torch.zeros_like(rows) if grad is None else grad, back, there)
         results[key] = grad
-    return [*(results.get(key) for key in call.keys), *captures], token
+    return [*(results.get(key) for key in call.keys), *captures]
 
 
-def _fetched(call: Call, token: Tensor, own: Tensor, is_differentiable: bool) -> tuple[Tensor, Tensor]:
-    """All source rows, ``[num_src, ...]``, and a token."""
+def _carried(call: Call, rows: Tensor, there: Linear, back: Linear) -> Tensor:
+    """``there(rows)``, a differentiable call of its own where rows travel at all."""
+    comm = call.plan.comm
     if not call.plan.schedule.rounds:
-        return own, token
-    there, back = _carriers(call)
-    if is_differentiable:
-        return linear_step(call.plan.comm, token, call.label, own, there, back)
-    with torch.no_grad():
-        return there(own), token
+        return rows
+    _, token = begin_call(comm, call.label)
+    return linear_call(comm, token, call.label, rows, there, back)
 
 
-def _returned(call: Call, token: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of sources summed into their owners, and a token."""
-    if not call.plan.schedule.rounds:
-        return rows, token
-    there, back = _carriers(call)
-    return linear_step(call.plan.comm, token, call.label, rows, back, there)
-
-
-def _carriers(call: Call) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+def _carriers(call: Call) -> tuple[Linear, Linear]:
+    """What fetches the rows of sources, and what sums such rows into their owners."""
     plan = call.plan
     return (
         lambda rows: gather_halo(rows, plan, call.next_walk()),

@@ -12,7 +12,16 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from shardpass.core.ranks import Ranks, begin_call, end_call, linear_call, refuse_double_backward, unfollowed
+from shardpass.core.ranks import (
+    Ranks,
+    begin_call,
+    derived,
+    end_call,
+    linear_call,
+    refuse_double_backward,
+    summed,
+    unfollowed,
+)
 from shardpass.errors import RefusedError
 
 Reduction = Literal["sum", "max", "min", "prod"]
@@ -44,7 +53,7 @@ def reduce_rows(
             rank.
 
     Raises:
-        RefusedError: an integer maximum, minimum or product; a backward with ``create_graph=True``.
+        RefusedError: an integer maximum, minimum or product; a backward of a product with ``create_graph=True``.
         DivergenceError: ranks pass rows of different trailing shapes or dtypes.
     """
     if op == "sum" and rows.is_complex():
@@ -67,7 +76,7 @@ def reduce_rows(
         return out
     ids = None if groups is None or op == "prod" else groups.ids
     tied = operand == (out if ids is None else out[ids]) if op in ("max", "min") else None
-    out, token = _Reduce.apply(token, operand, tied, factor, ids, out, comm, label)
+    out, token = _Reduce.apply(token, operand, tied, factor, ids, out, comm, label, op == "prod")
     end_call(comm, token)
     return out
 
@@ -131,22 +140,28 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, token: Tensor, operand: Tensor, tied: Tensor | None, factor: Tensor, ids: Tensor | None,
-        value: Tensor, comm: Ranks, label: str,
+        value: Tensor, comm: Ranks, label: str, is_product: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.save_for_backward(token, tied, factor, ids)
-        ctx.shape, ctx.comm, ctx.label = operand.shape, comm, label
+        ctx.shape, ctx.comm, ctx.label, ctx.is_product = operand.shape, comm, label, is_product
         return value.clone(), torch.zeros_like(token)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_double_backward(ctx.label)
         token, tied, factor, ids = ctx.saved_tensors  # before communicating, see core/ranks/autograd_order.py
-        summed = ctx.comm.all_reduce(grads[0].contiguous(), "sum", f"{ctx.label} backward")
-        grad = (summed * factor).to(summed.dtype)
-        grad = grad.expand(ctx.shape) if ids is None else grad[ids]
-        if tied is not None:
-            grad = torch.where(tied, grad, torch.zeros_like(grad))
-        return torch.zeros_like(token), grad, *[None] * 6
+
+        def of_rows(total: Tensor) -> Tensor:
+            grad = (total * factor).to(total.dtype)
+            grad = grad.expand(ctx.shape) if ids is None else grad[ids]
+            return grad if tied is None else torch.where(tied, grad, torch.zeros_like(grad))
+
+        if torch.is_grad_enabled():
+            if ctx.is_product:  # `factor` has a gradient of its own
+                refuse_double_backward(ctx.label)
+            found = derived(ctx.comm, grads[1], lambda: [of_rows(summed(grads[0], ctx.comm, ctx.label))])
+            return *found, *[None] * 7
+        label = f"{ctx.label} backward"
+        return torch.zeros_like(token), of_rows(ctx.comm.all_reduce(grads[0].contiguous(), "sum", label)), *[None] * 7
 
 
 @unfollowed(1, gives="alike")

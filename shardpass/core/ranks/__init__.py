@@ -15,20 +15,21 @@ from shardpass.core.ranks.arguments import (
     require_tensor,
 )
 from shardpass.core.ranks.autograd_order import (
+    Linear,
     all_reduce_sum,
     begin_call,
-    begin_derivative,
     chained,
+    computed_again,
     drop_chain,
     end_call,
-    end_derivative,
+    derived,
     end_chain,
     is_differentiable,
     linear_call,
-    linear_step,
     refuse_double_backward,
     refuse_inside_message,
     start_chain,
+    summed,
 )
 from shardpass.core.ranks.files import allocate, flush, prepare_target, refuse_irregular, tells_of_full_disk
 from shardpass.core.ranks.leaves import leaves_within
@@ -95,6 +96,7 @@ from shardpass.core.ranks.units import (
 )
 
 __all__ = [
+    "Linear",
     "COUNT",
     "MODES",
     "SAFETENSORS_NAMES",
@@ -120,7 +122,8 @@ __all__ = [
     "allocate",
     "autograd_leaves",
     "begin_call",
-    "begin_derivative",
+    "computed_again",
+    "derived",
     "bytes_of",
     "bytes_text",
     "chained",
@@ -135,7 +138,6 @@ __all__ = [
     "dropout_factors",
     "dtype_name",
     "end_call",
-    "end_derivative",
     "end_chain",
     "fail_together",
     "flush",
@@ -153,7 +155,6 @@ __all__ = [
     "is_wrapped",
     "leaves_within",
     "linear_call",
-    "linear_step",
     "loops_first",
     "memory_error",
     "mismatch",
@@ -182,6 +183,7 @@ __all__ = [
     "seed",
     "set_random_state",
     "start_chain",
+    "summed",
     "takes_followed",
     "tells_of_full_disk",
     "tensor_digest",

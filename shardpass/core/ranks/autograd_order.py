@@ -24,6 +24,7 @@ rank, in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from shardpass.core.ranks.ranks import ForwardPass, Ranks, takes_followed
 from shardpass.errors import NeedsHaloError, RefusedError
 
 Linear = Callable[[Tensor], Tensor]
+Found = list[Tensor | None]
 
 
 def begin_call(comm: Ranks, label: str) -> tuple[int, Tensor]:
@@ -53,9 +55,11 @@ def begin_call(comm: Ranks, label: str) -> tuple[int, Tensor]:
     comm.calls += 1
     if not torch.is_grad_enabled():
         return comm.calls, torch.zeros((), device=comm.device)
-    if comm.forward is not None and comm.forward.token is not None:
-        return comm.calls, comm.forward.token
-    return comm.calls, _new_token(comm)
+    if comm.forward is None:
+        return comm.calls, _new_token(comm)
+    if comm.forward.token is None:  # gradients are enabled within a model that was called without
+        comm.forward.token = _new_token(comm)
+    return comm.calls, comm.forward.token
 
 
 def refuse_inside_message(comm: Ranks, label: str) -> None:
@@ -110,21 +114,46 @@ def end_chain(comm: Ranks, outputs: Any) -> Any:
     return torch_private.tree_unflatten(leaves, structure)
 
 
-def begin_derivative(comm: Ranks, label: str, token: Tensor | None) -> Tensor:
-    """The token that the calls of a backward with ``create_graph=True`` take.
+def derived(comm: Ranks, arrived: Tensor | None, compute: Callable[[], Sequence[Tensor | None]]) -> Found:
+    """What a Function's backward returns with ``create_graph=True``: a token, and the gradients of `compute`.
+
+    Collective calls that `compute` makes are one chain: of the model, where its forward runs, and else that of all
+    derivatives of one backward. Every gradient is tied to the last of them, so a backward through any of them visits
+    all of them, on every rank.
 
     Args:
-        token: the gradient that arrived for the token of the call in forward: the chain of the derivatives.
+        arrived: the gradient that arrived for the token that the Function returned: the latest token of that chain.
     """
-    number, latest = begin_call(comm, label)
-    return token if token is not None and token.requires_grad else latest
-
-
-def end_derivative(comm: Ranks, token: Tensor, found: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients `found`, tied to the last token of the derivative, which is the gradient of the token of forward."""
-    end_call(comm, token)
+    outer = comm.forward
+    if outer is None:
+        follows = arrived is not None and arrived.requires_grad
+        comm.forward = ForwardPass(arrived if follows else _new_token(comm))
+    try:
+        found = compute()
+        assert comm.forward is not None
+        token = comm.forward.token
+    finally:
+        comm.forward = outer
+    assert token is not None
     tied = iter(_Tie.apply(token, *(one for one in found if one is not None)))
-    return [None if one is None else next(tied) for one in found]
+    return [token, *(None if one is None else next(tied) for one in found)]
+
+
+def computed_again(
+    function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor | None], grads: Sequence[Tensor | None]
+) -> Sequence[Tensor | None]:
+    """The gradients of `inputs`, given those of ``function(*inputs)``, which consists of functions of torch and calls.
+
+    For the backward of a Function that has a closed form of first order alone.
+    """
+    given = [one if one is None or not one.requires_grad else one.view_as(one) for one in inputs]  # each one its own
+    pairs = [(out, grad) for out, grad in zip(function(*given), grads) if grad is not None and out.requires_grad]
+    wanted = [one for one in given if one is not None and one.requires_grad]
+    if not pairs or not wanted:
+        return [None] * len(given)
+    outputs, cotangents = zip(*pairs)
+    found = iter(torch.autograd.grad(outputs, wanted, cotangents, create_graph=True, allow_unused=True))
+    return [next(found) if one is not None and one.requires_grad else None for one in given]
 
 
 def drop_chain(comm: Ranks) -> None:
@@ -184,7 +213,7 @@ def all_reduce_sum(tensor: Tensor, comm: Ranks, label: str = "all_reduce_sum") -
             f"parameters belong in a method of the wrapped model"
         )
     with comm.unfollowed():
-        out = _summed(tensor, comm, label)
+        out = summed(tensor, comm, label)
     comm.mark_plain(out)
     return out
 
@@ -203,14 +232,15 @@ def _check_sum(tensor: Tensor, comm: Ranks, label: str) -> None:
             comm.forward.rows.refuse_alike(tensor)
 
 
-def _summed(tensor: Tensor, comm: Ranks, label: str) -> Tensor:
+def summed(tensor: Tensor, comm: Ranks, label: str) -> Tensor:
+    """What `all_reduce_sum` returns, of a tensor that is known to be summed over ranks."""
     number, token = begin_call(comm, label)
     label = f"{label} #{number}"
 
-    def summed(rows: Tensor, name: str = label) -> Tensor:
+    def over_ranks(rows: Tensor, name: str = label) -> Tensor:
         return comm.all_reduce(rows.contiguous(), "sum", name)
 
-    return linear_call(comm, token, label, tensor, summed, lambda grad: summed(grad, f"{label} backward"))
+    return linear_call(comm, token, label, tensor, over_ranks, lambda grad: over_ranks(grad, f"{label} backward"))
 
 
 def linear_call(comm: Ranks, token: Tensor, label: str, rows: Tensor, forward: Linear, adjoint: Linear) -> Tensor:
@@ -221,17 +251,9 @@ def linear_call(comm: Ranks, token: Tensor, label: str, rows: Tensor, forward: L
         label: of the call, for error messages.
         rows: floating point.
     """
-    out, token = linear_step(comm, token, label, rows, forward, adjoint)
+    out, token = _LinearCall.apply(token, rows, forward, adjoint, label, comm)
     end_call(comm, token)
     return out
-
-
-def linear_step(
-    comm: Ranks, token: Tensor, label: str, rows: Tensor, forward: Linear, adjoint: Linear
-) -> tuple[Tensor, Tensor]:
-    """What `linear_call` returns, and its token, where the call goes on."""
-    out, token = _LinearCall.apply(token, rows, forward, adjoint, label, comm)
-    return out, token
 
 
 class _LinearCall(torch.autograd.Function):
@@ -251,10 +273,9 @@ class _LinearCall(torch.autograd.Function):
         forward, adjoint, label, comm = ctx.call
         if not torch.is_grad_enabled():
             return torch.zeros_like(token), adjoint(grads[0]), None, None, None, None
-        token = begin_derivative(comm, label, grads[1])
-        rows, token = linear_step(comm, token, label, grads[0], adjoint, forward)
-        (rows,) = end_derivative(comm, token, [rows])
-        return token, rows, None, None, None, None
+        call = partial(linear_call, comm, label=label, rows=grads[0], forward=adjoint, adjoint=forward)
+        found = derived(comm, grads[1], lambda: [call(token=begin_call(comm, label)[1])])
+        return *found, None, None, None, None
 
 
 class _Tie(torch.autograd.Function):

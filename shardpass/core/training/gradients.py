@@ -27,7 +27,6 @@ from shardpass.core.ranks import (
     begin_call,
     is_local,
     is_parameter,
-    refuse_double_backward,
     refuse_shared_model,
     require_model,
     require_ranks,
@@ -222,9 +221,31 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *parts: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_double_backward(ctx.label)
         _refuse_freed(ctx.parameters)
+        if torch.is_grad_enabled():
+            return None, None, None, *_Whole.apply(ctx.sums, ctx.parameters, f"{ctx.label} backward", *parts)
         return None, None, None, *ctx.sums.summed(ctx.parameters, parts, f"{ctx.label} backward")
+
+
+class _Whole(torch.autograd.Function):
+    """The sums over ranks of parts of gradients. What is made of them counts once, as what is made of parameters does.
+
+    So each part gets the gradient of its sum, which every rank has alike.
+    """
+
+    gives_parameters = True
+
+    @staticmethod
+    def forward(
+        ctx: Any, sums: GradientSums, parameters: list[Tensor], label: str, *parts: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.has_part = [part is not None for part in parts]
+        return tuple(sums.summed(parameters, [part if part is None else part.clone() for part in parts], label))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, None, None, *(grad if has_part else None for grad, has_part in zip(grads, ctx.has_part))
 
 
 def _refuse_freed(parameters: list[Tensor]) -> None:

@@ -7,13 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardpass.core.following import user_line
-from shardpass.core.ranks import OnRanks, Ranks, begin_call, dtype_name, end_call, refuse_double_backward, unfollowed
+from shardpass.core.ranks import (
+    OnRanks,
+    Ranks,
+    begin_call,
+    computed_again,
+    derived,
+    dtype_name,
+    end_call,
+    summed,
+    unfollowed,
+)
 from shardpass.errors import RefusedError
 
 CHUNK_BYTES = 1 << 20  # rows are processed in chunks whose temporaries stay in cache; larger ones on accelerators
@@ -129,11 +140,21 @@ class _Moments(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_double_backward(ctx.label)
         token, rows, mean = ctx.saved_tensors  # before communicating, see core/ranks/autograd_order.py
-        summed = ctx.comm.all_reduce(torch.stack(grads[:2]), "sum", f"{ctx.label} backward") / max(ctx.count, 1)
-        grad = shifted(rows, mean, 2 * summed[1], summed[0]) if ctx.needs_input_grad[1] else None
+        if torch.is_grad_enabled():
+            again = partial(moments_again, count=ctx.count, comm=ctx.comm, label=ctx.label)
+            found = derived(ctx.comm, grads[2], lambda: computed_again(again, [rows], grads[:2]))
+            return *found, *[None] * 5
+        total = ctx.comm.all_reduce(torch.stack(grads[:2]), "sum", f"{ctx.label} backward") / max(ctx.count, 1)
+        grad = shifted(rows, mean, 2 * total[1], total[0]) if ctx.needs_input_grad[1] else None
         return torch.zeros_like(token), grad, None, None, None, None, None
+
+
+def moments_again(rows: Tensor, count: int, comm: Ranks, label: str) -> tuple[Tensor, Tensor]:
+    """Mean and variance of the rows of all ranks, which can be differentiated any number of times. Collective."""
+    rows, count = rows.double(), max(count, 1)
+    mean = summed(rows.sum(0), comm, f"{label} mean") / count
+    return mean, summed((rows - mean).square().sum(0), comm, f"{label} variance") / count
 
 
 def shifted(rows: Tensor, mean: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:

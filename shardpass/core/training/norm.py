@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardpass.core.following import user_line
-from shardpass.core.ranks import Ranks, begin_call, dtype_name, end_call, refuse_double_backward, torch_private
-from shardpass.core.training.moments import Moments, RowNorm, accumulator_of, global_moments, row_chunks, shift_of
+from shardpass.core.ranks import Ranks, begin_call, computed_again, derived, dtype_name, end_call, torch_private
+from shardpass.core.training.moments import (
+    Moments,
+    RowNorm,
+    accumulator_of,
+    global_moments,
+    moments_again,
+    row_chunks,
+    shift_of,
+    shifted,
+)
 from shardpass.errors import RefusedError
 
 
@@ -188,15 +198,18 @@ class _Normalise(torch.autograd.Function):
         ctx: Any, token: Tensor, rows: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
         variance: Tensor, count: int, eps: float, comm: Ranks, label: str,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        ctx.save_for_backward(token, rows, weight, mean, variance)
+        ctx.save_for_backward(token, rows, weight, bias, mean, variance)
         ctx.count, ctx.eps, ctx.comm, ctx.label = count, eps, comm, label
-        ctx.bias_dtype = None if bias is None else bias.dtype
         return _normalised(rows, weight, bias, mean, variance, eps), torch.zeros_like(token)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_double_backward("DistributedBatchNorm")
-        token, rows, weight, mean, variance = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, arrived: Tensor) -> tuple[Tensor | None, ...]:
+        token, rows, weight, bias, mean, variance = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            again = partial(_normalised_again, count=ctx.count, eps=ctx.eps, comm=ctx.comm, label=ctx.label)
+            inputs = [rows, weight, bias]
+            found = derived(ctx.comm, arrived, lambda: computed_again(again, inputs, [grad]))
+            return *found, *[None] * 6
         dtype = accumulator_of(rows)
         shift = mean.to(dtype)
         inverse = (variance + ctx.eps).rsqrt()
@@ -216,7 +229,7 @@ class _Normalise(torch.autograd.Function):
                 value = (rows[part] - shift).mul_(slope).add_(constant)
                 torch.addcmul(value, grad[part].to(dtype), scale.to(dtype), out=grad_rows[part])
         grad_weight = None if weight is None else (sums[1] * inverse).to(weight.dtype)
-        grad_bias = None if ctx.bias_dtype is None else sums[0].to(ctx.bias_dtype)
+        grad_bias = None if bias is None else sums[0].to(bias.dtype)
         return torch.zeros_like(token), grad_rows, grad_weight, grad_bias, *[None] * 6
 
 
@@ -231,6 +244,16 @@ def _normalised(
     for part in row_chunks(rows):
         torch.addcmul(constant, rows[part] - near, scale, out=output[part])
     return output
+
+
+def _normalised_again(
+    rows: Tensor, weight: Tensor | None, bias: Tensor | None, count: int, eps: float, comm: Ranks, label: str
+) -> list[Tensor]:
+    """The normalised rows, which can be differentiated any number of times. Collective."""
+    mean, variance = moments_again(rows, count, comm, label)
+    scale = (variance + eps).rsqrt()
+    scale = scale if weight is None else scale * weight.double()
+    return [shifted(rows, mean, scale, None if bias is None else bias.double())]
 
 
 BATCH_NORMS: dict[type[nn.Module], tuple[int, ...]] = {
