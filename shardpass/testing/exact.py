@@ -28,6 +28,7 @@ def assert_exact(
     options: Options | None = None,
     bound: float = BOUND,
     relative: bool = False,
+    order: int = 1,
 ) -> None:
     """Raise unless `model` gives the same numbers sharded, on every number of ranks and in every mode, as whole.
 
@@ -47,16 +48,18 @@ def assert_exact(
         options: all but the mode.
         bound: the largest error allowed.
         relative: divide errors of a tensor by its largest entry, if that is above 1.
+        order: of the derivatives. With 2, the loss has a part that is made of its gradients by the fields, as forces
+            are; with 3, of the gradients of that, too.
 
     Raises:
         AssertionError: naming ranks, owners, mode, and the tensors that differ.
     """
-    whole, modes = evaluate_whole(model, graph, call), tuple(modes)
+    whole, modes = evaluate_whole(model, graph, call, order), tuple(modes)
     for count in (ranks,) if isinstance(ranks, int) else ranks:
         for name, owner in (_owners_of(graph, count) if owners is None else owners).items():
             for mode in modes:
                 chosen = replace(options or Options(), mode=mode)
-                sharded = evaluate_sharded(model, graph, call, owner, count, wrap, chosen, whole)
+                sharded = evaluate_sharded(model, graph, call, owner, count, wrap, chosen, whole, order)
                 where = f"{type(model).__name__} on {count} ranks, owners {name!r}, mode {mode!r}"
                 assert_same(whole, sharded, where, bound=bound, relative=relative)
 

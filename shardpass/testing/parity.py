@@ -47,15 +47,28 @@ def cotangent(like: Tensor) -> Tensor:
     return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.dtype)
 
 
-def evaluate_whole(model: nn.Module, graph: WholeGraph | WholeHeteroGraph, call: Caller | HeteroCaller) -> Outcome:
-    """`model` on the whole graph, forward and backward, in this process."""
+def evaluate_whole(
+    model: nn.Module, graph: WholeGraph | WholeHeteroGraph, call: Caller | HeteroCaller, order: int = 1
+) -> Outcome:
+    """`model` on the whole graph, forward and backward, in this process; `order` as in `assert_exact`."""
     model = copy.deepcopy(model)
     typed, has_types = _by_type(graph)
     fields = _leaves({**typed.node, **typed.edge})
     edges = dict(typed.edges) if has_types else typed.edges[EDGE]
     outputs = _called(call, model, fields, edges)
-    torch.stack([(out * cotangent(out)).sum() for out in outputs.values()]).sum().backward()
-    return _outcome(model, outputs, _differentiable(fields, has_types))
+    loss = torch.stack([(out * cotangent(out)).sum() for out in outputs.values()]).sum()
+    inputs = _differentiable(fields, has_types)
+    _of_order(order, loss, [(tensor, cotangent(tensor)) for _, _, tensor in inputs]).backward()
+    return _outcome(model, outputs, inputs)
+
+
+def _of_order(order: int, loss: Tensor, inputs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """`loss` and its derivatives by inputs, each of them in a direction."""
+    for _ in range(order - 1):
+        found = torch.autograd.grad(loss, [tensor for tensor, _ in inputs], create_graph=True, allow_unused=True)
+        slopes = [(grad * way).sum() for grad, (_, way) in zip(found, inputs) if grad is not None]
+        loss = torch.stack([loss, *slopes]).sum()
+    return loss
 
 
 def evaluate_sharded(
@@ -67,9 +80,10 @@ def evaluate_sharded(
     wrap: Callable[[nn.Module, Ranks], nn.Module],
     options: Options,
     whole: Outcome,
+    order: int = 1,
 ) -> Outcome:
     """`model` on `ranks` in-process ranks: rows put back in the original order."""
-    results = run(evaluate_rank, ranks, args=(model, graph, call, owners, wrap, options, whole))
+    results = run(evaluate_rank, ranks, args=(model, graph, call, owners, wrap, options, whole, order))
     first, _, _ = results[0]
     outputs, inputs = (
         {name: torch.full_like(t, float("nan")) for name, t in of.items()} for of in (_by_kind(whole), whole.inputs)
@@ -90,6 +104,7 @@ def evaluate_rank(
     wrap: Callable[[nn.Module, Ranks], nn.Module],
     options: Options,
     whole: Outcome,
+    order: int = 1,
 ) -> tuple[Outcome, dict[Any, Tensor], dict[str, Tensor]]:
     """`model` on this rank's share of `graph`, with the original ids of the rows of outputs and inputs. Collective."""
     typed, has_types = _by_type(graph)
@@ -100,9 +115,10 @@ def evaluate_rank(
     if not has_types:
         ids[""] = share.node_ids if outputs[""].size(0) == share.num_own_nodes else share.edge_ids
     losses = [(outputs[kind] * cotangent(out)[ids[kind]]).sum() for kind, out in _by_kind(whole).items()]
-    torch.stack(losses).sum().backward()
+    inputs, given = _differentiable(fields, has_types), {**typed.node, **typed.edge}
+    ways = [cotangent(given[kind][name.removesuffix(f" of {kind}")])[ids[kind]] for kind, name, _ in inputs]
+    _of_order(order, torch.stack(losses).sum(), [(t, way) for (_, _, t), way in zip(inputs, ways)]).backward()
     sync_gradients(mine, comm)  # if it is not wrapped
-    inputs = _differentiable(fields, has_types)
     return _outcome(mine, outputs, inputs), ids, {name: ids[kind] for kind, name, _ in inputs}
 
 
