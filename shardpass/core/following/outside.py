@@ -42,6 +42,7 @@ from shardpass.core.ranks import (
     Gives,
     Ranks,
     RowSet,
+    end_derivatives,
     has_raw_parameter,
     is_made_of_parameters,
     plain_of,
@@ -289,6 +290,7 @@ class Around:
         found = func(*args, **kwargs)
         if found is None:
             return None
+        found = tuple(end_derivatives(self.comm, found))
         inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
         is_of_rows = note_gradients(self.marks, found, [inputs] if isinstance(inputs, Tensor) else inputs, roots)
         return self.followed(found) if is_of_rows else found

@@ -90,6 +90,7 @@ def start_chain(comm: Ranks) -> bool:
     if comm.forward is not None:
         return False
     comm.forwards += 1
+    comm.derivative = None
     comm.forward = ForwardPass(_new_token(comm) if torch.is_grad_enabled() else None)
     return True
 
@@ -135,8 +136,23 @@ def derived(comm: Ranks, arrived: Tensor | None, compute: Callable[[], Sequence[
     finally:
         comm.forward = outer
     assert token is not None
+    if outer is None:
+        comm.derivative = token
+    return [token, *_tied(token, found)]
+
+
+def end_derivatives(comm: Ranks, found: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """What ``torch.autograd.grad`` has found, tied to the last call of its derivatives.
+
+    They are tied already, but torch lets go of ties where a rank has no rows: in backward of ``torch.cat``.
+    """
+    token, comm.derivative = comm.derivative, None
+    return [*found] if token is None else _tied(token, found)
+
+
+def _tied(token: Tensor, found: Sequence[Tensor | None]) -> list[Tensor | None]:
     tied = iter(_Tie.apply(token, *(one for one in found if one is not None)))
-    return [token, *(None if one is None else next(tied) for one in found)]
+    return [None if one is None else next(tied) for one in found]
 
 
 def computed_again(

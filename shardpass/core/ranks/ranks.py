@@ -203,6 +203,7 @@ class Ranks(DelegatingCommunicator):
         calls: how many collective calls have begun; the number of a call is the same on every rank.
         forwards: how many outermost forwards have begun.
         forward: the outermost forward in progress, or `None`.
+        derivative: the token of the latest call of a backward with ``create_graph=True`` outside of a model, or `None`.
         watch: what watches the message function that is running, or `None`.
         notes: notes how activations are made where backward computes them again, or `None`.
         has_made_up_edge: a message function runs on one made-up edge, because this rank has none; it must not count.
@@ -216,6 +217,7 @@ class Ranks(DelegatingCommunicator):
         self.calls = 0
         self.forwards = 0
         self.forward: ForwardPass | None = None
+        self.derivative: Tensor | None = None
         self.watch: MessageWatch | None = None
         self.notes: RecomputationNotes | None = None
         self.has_made_up_edge = False
