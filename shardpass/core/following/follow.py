@@ -29,7 +29,7 @@ from shardpass.core.following.refusals import MAX_NORM, NUMBERS, SUMS, check_pla
 from shardpass.core.following.row_count import RowCount
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import is_asked_by, is_called_by, user_line
-from shardpass.core.ranks import RowSet, torch_private
+from shardpass.core.ranks import Ranks, RowSet, torch_private
 from shardpass.errors import RefusedError
 
 _MADE_BY = {torch.ops.aten.arange: Origin.NUMBERS, torch.ops.aten.zeros: Origin.ZEROS}
@@ -69,6 +69,7 @@ class FollowRows(torch_private.TorchDispatchMode):
         is_paused: what runs now is not followed.
         differentiates: the model takes gradients itself.
         all_agree: whether something is so on all ranks, of which each says whether it is on itself. Collective.
+        ranks: on which the model runs, or `None` inside a message function.
         sees_functions: `FollowFunctions` is on, which sees each torch function that Python code calls.
     """
 
@@ -86,6 +87,7 @@ class FollowRows(torch_private.TorchDispatchMode):
         self.sees_functions = False
         self.differentiates = False
         self.all_agree: Callable[[bool], bool] | None = None
+        self.ranks: Ranks | None = None
         self._functions = 0
         if model is not None:
             self.marks.note_state(model)

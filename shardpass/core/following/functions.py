@@ -25,7 +25,7 @@ from shardpass.core.following.refusals import Mixture, counts_for_each_rank, sta
 from shardpass.core.following.row_count import OwnCount, OwnShape, leaves_of, own_of, plain_sizes
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import is_asked_by, is_called_by, user_line
-from shardpass.core.ranks import FollowedTensor, is_made_of_parameters, plain_of, torch_private
+from shardpass.core.ranks import FollowedTensor, is_made_of_parameters, plain_of, summed, torch_private
 from shardpass.errors import RefusedError
 
 _LEAVES_TORCH = frozenset(
@@ -250,31 +250,50 @@ class FollowFunctions(TorchFunctionMode):
         return outs
 
     def _differentiated(self, args: Any, kwargs: Any) -> Any:
-        """Gradients of rows and of sums over them: by rows they are rows, and else a part of a sum over ranks.
+        """Gradients as of the whole graph: by rows they are rows, and by anything else alike on all ranks.
 
-        Collective if a layer that passes messages lies between them: then those of other ranks' sums are in it.
+        Collective, as backward of the layers that lie between them is.
         """
         given = inspect.signature(torch.autograd.grad).bind(*args, **kwargs).arguments
-        outputs, inputs, grad_outputs = given["outputs"], given["inputs"], given.get("grad_outputs")
-        marks = self.follower.marks
+        inputs, marks = [*leaves_of(given["inputs"])], self.follower.marks
         self.follower.differentiates = True
-        differentiated = [torch_private.unwrapped(leaf) for leaf in leaves_of(outputs)]
-        sums = [mixture for leaf in differentiated if (mixture := marks.mixtures.get(leaf)) is not None]
+        roots = [torch_private.unwrapped(leaf) for leaf in leaves_of(given["outputs"])]
+        sums = [mixture for leaf in roots if (mixture := marks.mixtures.get(leaf)) is not None]
         for mixture in sums:
             if not mixture.is_sum:
                 raise mixture.refusal()
-        for leaf in leaves_of(grad_outputs):
+        for leaf in leaves_of(given.get("grad_outputs")):
             marks.check_result(leaf)
+        are_alike = [self.is_alike(root) for root in roots]
+        is_of_rows = any(are_alike) or bool(sums) or any(root in marks.whole for root in roots) or marks.sets_in(roots)
+        others = [i for i, leaf in enumerate(inputs) if self._rows_of(leaf) is None] if is_of_rows else []
         with self.follower.paused():  # backward of the model visits its sharded calls once more, in their order
-            found = torch.autograd.grad(**{**given, "retain_graph": True})
-        of = [*(mixture.of for mixture in sums), *marks.sets_in(outputs)]
-        for leaf, grad in zip(leaves_of(inputs), found):
+            size = 1 if self.follower.ranks is None else self.follower.ranks.size
+            outputs = zip(leaves_of(given["outputs"]), are_alike)
+            given["outputs"] = [leaf / size if is_alike else leaf for leaf, is_alike in outputs]  # this rank's share
+            found = [*torch.autograd.grad(**{**given, "retain_graph": True})]
+            for i, total in zip(others, self._over_ranks([(inputs[i], found[i]) for i in others], given)):
+                found[i] = total
+        for i, (leaf, grad) in enumerate(zip(inputs, found)):
             if grad is not None and (rows := self._rows_of(leaf)) is not None:
                 is_batched = bool(given.get("is_grads_batched", False))
                 marks.mark(grad, replace(rows, dim=rows.dim + is_batched, points_to=None))
-            elif grad is not None and of:
-                marks.mixtures.add(grad, Mixture("grad", user_line(), of[0], True))
-        return found
+            elif grad is not None and i in others:
+                self.follower.mark_plain(grad)
+        return tuple(found)
+
+    def _over_ranks(self, parts: list[tuple[Tensor, Tensor | None]], given: dict[str, Any]) -> list[Tensor | None]:
+        """The sums over ranks of gradients by tensors that have no rows; `None` where no rank found one. Collective."""
+        ranks = self.follower.ranks
+        if ranks is None or ranks.size == 1 or not parts:
+            return [part for _, part in parts]
+        told = ranks.all_gather_object([part is not None for _, part in parts], "gradients by what has no rows")
+        is_found = [any(flags) for flags in zip(*told)]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and bool(given.get("create_graph", False))):
+            return [
+                summed(torch.zeros_like(leaf) if part is None else part, ranks, "gradient") if found else None
+                for (leaf, part), found in zip(parts, is_found)
+            ]
 
     def _check_number(self, number: Any) -> None:
         """Refuse a plain number that was made of how many rows this rank has, which ``len`` gives away."""

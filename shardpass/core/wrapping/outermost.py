@@ -112,7 +112,7 @@ class FollowedCalls:
             return None
         follower = self._follower = self._follower or FollowRows(model)
         follower.is_paused = follower.sees_functions = False  # which a backward that failed has left
-        follower.draws = ForwardDraws(comm)
+        follower.draws, follower.ranks = ForwardDraws(comm), comm
         follower.all_agree = lambda mine: all(comm.all_gather_object(mine, "a check of arguments"))
         mark_fields(follower, comm)
         for table in node_embeddings(model).values():
