@@ -361,3 +361,11 @@ def test_numbers_of_nodes_are_sizes_or_divisors_and_nothing_else():
                 print(index, use())
 
     sharded(work, assignments(41, 3, GRAPH.edge_index)["random"])
+
+
+def test_nodes_without_data_have_one_frame_in_a_scope():
+    """As sources and as destinations: layers of DGL set the one and read the other."""
+    graph = sp.dgl.graph(sp.shard(dgl.graph(([0, 1, 2], [1, 2, 0]))))
+    with graph.local_scope():
+        graph.srcdata["h"] = torch.ones(3, 2)
+        assert [*graph.dstdata] == ["h"]

@@ -212,7 +212,8 @@ class ShardedDGLGraph(TypedGraph):
             self._dst_frames = {kind: frame.clone() for kind, frame in self._dst_frames.items()}
         else:  # a type that is source and destination has one frame
             same = {id(frame): src[kind] for kind, frame in self._src_frames.items()}
-            self._dst_frames = {k: same.get(id(frame)) or frame.clone() for k, frame in self._dst_frames.items()}
+            dst = self._dst_frames.items()  # an empty frame is false
+            self._dst_frames = {k: same[id(f)] if id(f) in same else f.clone() for k, f in dst}
         self._src_frames = src
         self._edge_frames = {kind: frame.clone() for kind, frame in self._edge_frames.items()}
 
