@@ -179,9 +179,61 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
     return x.relu() * 2
 
 
+@torch.jit.script
+def shared_out(x: torch.Tensor) -> torch.Tensor:
+    return x / x.size(0)
+
+
+CALLS = 0
+
+
 class AFunction(nn.Module):
+    """Calls functions that are compiled: by its name, in a lambda, and one that it holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.act, self.scale = torch.jit.script(torch.nn.functional.silu), nn.Parameter(torch.ones(8))
+
     def forward(self, x):
+        return self.act((lambda rows: doubled(rows * self.scale))(x))
+
+
+class SharedOut(nn.Module):
+    def forward(self, x):
+        return shared_out(x)
+
+
+class ByAHelper(nn.Module):
+    def forward(self, x):
+        return helper(x)
+
+
+class Counting(nn.Module):
+    def forward(self, x):
+        global CALLS
+        CALLS += 1
         return doubled(x)
+
+
+def helper(x):
+    return doubled(x)
+
+
+class Scripted(MessagePassing):
+    """A layer whose message calls a compiled function, and another in `update`."""
+
+    def __init__(self):
+        super().__init__(aggr="add")
+        self.embedding, self.weights = nn.Linear(5, 8), nn.Linear(11, 8)
+
+    def forward(self, x, edge_index, shifts):
+        return self.propagate(edge_index, h=self.embedding(x), shifts=shifts)
+
+    def message(self, h_j, shifts):
+        return doubled(self.weights(torch.cat([h_j, shifts], -1)))
+
+    def update(self, sums):
+        return doubled(sums) + sums
 
 
 class MeshLayer(MessagePassing):
