@@ -183,6 +183,8 @@ COMPILED = {
     "functions of nodes": lambda: models.Parts(models.AFunction(), mlp(11)),
     "functions of edges": lambda: models.Parts(mlp(8), nn.Sequential(nn.Linear(11, 8), models.AFunction())),
     "functions in a message": models.Scripted,
+    "einops of nodes": lambda: models.Parts(models.Rearranged(), mlp(11)),
+    "einops of edges": lambda: models.Parts(mlp(8), nn.Sequential(nn.Linear(11, 8), models.Rearranged())),
     "no rows": lambda: models.Parts(scripted(models.NoRows)(), mlp(11)),
     "torch.compile": lambda: models.Parts(
         torch.compile(mlp(8), backend="eager"), torch.compile(mlp(11), backend="eager")
@@ -215,16 +217,18 @@ REFUSED_PARTS = {
     models.ByValue: "`gt`|`__bool__`",
     models.InPython: "runs `prim::PythonOp` in code that TorchScript has compiled",
     models.SharedOut: COUNTS,
+    models.CachesShapes: COUNTS,
+    models.InHalves: COUNTS,
     models.ByAHelper: "torch.jit.script has compiled",
     models.Counting: "torch.jit.script has compiled",
 }
-CALL_FUNCTIONS = [models.SharedOut, models.ByAHelper, models.Counting]
+NOT_COMPILED = [models.CachesShapes, models.InHalves, models.SharedOut, models.ByAHelper, models.Counting]
 
 
 @pytest.mark.parametrize("place", ["nodes", "edges"])
 @pytest.mark.parametrize("kind", REFUSED_PARTS, ids=lambda kind: kind.__name__)
 def test_refused_parts(kind, place):
-    part = kind() if kind in CALL_FUNCTIONS else torch.jit.script(kind())
+    part = kind() if kind in NOT_COMPILED else torch.jit.script(kind())
     parts = (part, mlp(11)) if place == "nodes" else (mlp(8), nn.Sequential(nn.Linear(11, 8), part))
     text = refused(models.Parts(*parts), with_arguments)
     assert any(word in text for word in REFUSED_PARTS[kind].split("|")), text
@@ -257,6 +261,16 @@ class Representation(tuple):
 def test_what_a_model_leaves_behind_is_found_in_tuples_without_a_length():
     left = torch.zeros(2)
     assert [*tensors_within({"kind": Representation([1, [left]])})] == [left]
+
+
+RECOMPUTED = {"a message of an MLP": lambda: models.Parts(mlp(8), mlp(11)), "edges beside sums": lambda: models.Mesh(1)}
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_checkpoints_around_layers(name, ranks):
+    """The first call of a layer tries what backward does not try again."""
+    check(lambda: models.Checkpointed(RECOMPUTED[name]()), with_arguments, ranks)
 
 
 class Many(nn.Module):
