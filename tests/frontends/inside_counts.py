@@ -167,11 +167,13 @@ NumPy, the largest | h = h / np.asarray(h.detach()).max()
 """
 
 SCRIPTED = """
-scripted, row by row
+scripted, in another function
     top: @torch.jit.script
     top: def doubled(h: torch.Tensor):
     top:     return h.relu() * 2
-    h = doubled(h)  # here
+    top: def act(h):
+    top:     return doubled(h)  # here
+    h = act(h)
     says: in code that torch.jit.script has compiled
 scripted, the number of rows
     top: @torch.jit.script

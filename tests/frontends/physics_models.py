@@ -1,7 +1,11 @@
 """Models as physicists write them: called with one dict, with parts that TorchScript has compiled."""
 
+from functools import lru_cache, partial
+from types import FunctionType
+
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import scatter
 
@@ -179,9 +183,61 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
     return x.relu() * 2
 
 
+@torch.jit.script
+def shared_out(x: torch.Tensor) -> torch.Tensor:
+    return x / x.size(0)
+
+
+CALLS = 0
+
+
 class AFunction(nn.Module):
+    """Calls functions that are compiled: by its name, in a lambda, and one that it holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.act, self.scale = torch.jit.script(torch.nn.functional.silu), nn.Parameter(torch.ones(8))
+
     def forward(self, x):
+        return self.act((lambda rows: doubled(rows * self.scale))(x))
+
+
+class SharedOut(nn.Module):
+    def forward(self, x):
+        return shared_out(x)
+
+
+class ByAHelper(nn.Module):
+    def forward(self, x):
+        return helper(x)
+
+
+class Counting(nn.Module):
+    def forward(self, x):
+        global CALLS
+        CALLS += 1
         return doubled(x)
+
+
+def helper(x):
+    return doubled(x)
+
+
+class Scripted(MessagePassing):
+    """A layer whose message calls a compiled function, and another in `update`."""
+
+    def __init__(self):
+        super().__init__(aggr="add")
+        self.embedding, self.weights = nn.Linear(5, 8), nn.Linear(11, 8)
+
+    def forward(self, x, edge_index, shifts):
+        return self.propagate(edge_index, h=self.embedding(x), shifts=shifts)
+
+    def message(self, h_j, shifts):
+        return doubled(self.weights(torch.cat([h_j, shifts], -1)))
+
+    def update(self, sums):
+        return doubled(sums) + sums
 
 
 class MeshLayer(MessagePassing):
@@ -213,3 +269,57 @@ class Mesh(nn.Module):
         for layer in self.layers:
             x, edges = layer(x, edge_index, edges)
         return x
+
+
+class Checkpointed(nn.Module):
+    """Recomputes `model` in backward, as Anemoi's processors do."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *given):
+        return checkpoint(self.model, *given, use_reentrant=False)
+
+
+def _shapes(shape, heads, batch):
+    rows, width = shape
+    if rows % batch or width % heads:
+        raise ValueError(shape)
+    return (batch, rows // batch, heads, width // heads), (rows, width)
+
+
+def rearranged(x, heads=2, batch=1):
+    """Doubles the first of some heads, by shapes that are computed as einops does: again where there is no hash."""
+    try:
+        split, flat = lru_cache(_shapes)(tuple(x.shape), heads, batch)
+    except TypeError:
+        split, flat = _shapes(tuple(x.shape), heads, batch)
+    parts = x.reshape(split)
+    return torch.cat([parts[:, :, :1] * 2, parts[:, :, 1:]], 2).reshape(flat)
+
+
+_of_einops = FunctionType(rearranged.__code__, {**globals(), "__name__": "einops.einops"}, "rearrange", (2, 1))
+
+
+class Rearranged(nn.Module):
+    """Calls `rearranged` as code of einops."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.rearrange = partial(_of_einops, **options)
+
+    def forward(self, x):
+        return self.rearrange(x)
+
+
+class CachesShapes(nn.Module):
+    def forward(self, x):
+        return rearranged(x)
+
+
+class InHalves(Rearranged):
+    """With half of the rows in each of two batches."""
+
+    def __init__(self):
+        super().__init__(batch=2)

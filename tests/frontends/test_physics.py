@@ -11,6 +11,7 @@ from torch import nn
 from torch_geometric.data import Data
 
 import shardpass as sp
+from shardpass.core.following.left_behind import tensors_within
 from shardpass.errors import RefusedError
 from tests.frontends import physics_models as models
 from tests.frontends.physics_models import mlp
@@ -179,6 +180,11 @@ COMPILED = {
     "sizes as sizes": lambda: models.Parts(scripted(models.Sizes)(), mlp(11)),
     "sizes of edges": lambda: models.Parts(mlp(8), nn.Sequential(nn.Linear(11, 8), scripted(models.Sizes)())),
     "sizes traced": lambda: models.Parts(traced(models.Sizes, 8)(), mlp(11)),
+    "functions of nodes": lambda: models.Parts(models.AFunction(), mlp(11)),
+    "functions of edges": lambda: models.Parts(mlp(8), nn.Sequential(nn.Linear(11, 8), models.AFunction())),
+    "functions in a message": models.Scripted,
+    "einops of nodes": lambda: models.Parts(models.Rearranged(), mlp(11)),
+    "einops of edges": lambda: models.Parts(mlp(8), nn.Sequential(nn.Linear(11, 8), models.Rearranged())),
     "no rows": lambda: models.Parts(scripted(models.NoRows)(), mlp(11)),
     "torch.compile": lambda: models.Parts(
         torch.compile(mlp(8), backend="eager"), torch.compile(mlp(11), backend="eager")
@@ -210,14 +216,19 @@ REFUSED_PARTS = {
     models.OfAll: "`mean` puts rows together",
     models.ByValue: "`gt`|`__bool__`",
     models.InPython: "runs `prim::PythonOp` in code that TorchScript has compiled",
-    models.AFunction: "TorchScript|torch.jit.script",
+    models.SharedOut: COUNTS,
+    models.CachesShapes: COUNTS,
+    models.InHalves: COUNTS,
+    models.ByAHelper: "torch.jit.script has compiled",
+    models.Counting: "torch.jit.script has compiled",
 }
+NOT_COMPILED = [models.CachesShapes, models.InHalves, models.SharedOut, models.ByAHelper, models.Counting]
 
 
 @pytest.mark.parametrize("place", ["nodes", "edges"])
 @pytest.mark.parametrize("kind", REFUSED_PARTS, ids=lambda kind: kind.__name__)
 def test_refused_parts(kind, place):
-    part = kind() if kind is models.AFunction else torch.jit.script(kind())
+    part = kind() if kind in NOT_COMPILED else torch.jit.script(kind())
     parts = (part, mlp(11)) if place == "nodes" else (mlp(8), nn.Sequential(nn.Linear(11, 8), part))
     text = refused(models.Parts(*parts), with_arguments)
     assert any(word in text for word in REFUSED_PARTS[kind].split("|")), text
@@ -228,15 +239,38 @@ def test_batch_norm_in_a_script_is_refused():
     assert COUNTS in refused(model, with_arguments)  # it asks whether there is one row only
 
 
-def test_a_copy_of_a_wrapped_model_follows_its_scripts():
+@pytest.mark.parametrize("name", ["both", "functions in a message"])
+def test_a_copy_of_a_wrapped_model_follows_its_scripts(name):
     def work(comm):
         graph = sp.shard(atoms(), comm)
-        model = sp.pyg.wrap(made(COMPILED["both"]), comm)
+        model = sp.pyg.wrap(made(COMPILED[name]), comm)
         copied = copy.deepcopy(model)
         return [graph.whole(one(graph.x, graph, graph.shifts).detach()) for one in (model, copied)]
 
     first, second = sp.spawn(work, 2)[0]
     assert torch.equal(first, second)
+
+
+class Representation(tuple):
+    """One of a group, as e3nn has them: it is no sequence of anything."""
+
+    def __len__(self):
+        raise NotImplementedError
+
+
+def test_what_a_model_leaves_behind_is_found_in_tuples_without_a_length():
+    left = torch.zeros(2)
+    assert [*tensors_within({"kind": Representation([1, [left]])})] == [left]
+
+
+RECOMPUTED = {"a message of an MLP": lambda: models.Parts(mlp(8), mlp(11)), "edges beside sums": lambda: models.Mesh(1)}
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_checkpoints_around_layers(name, ranks):
+    """The first call of a layer tries what backward does not try again."""
+    check(lambda: models.Checkpointed(RECOMPUTED[name]()), with_arguments, ranks)
 
 
 class Many(nn.Module):

@@ -29,23 +29,31 @@ def ends_mapped(
     """
     if torch.is_inference_mode_enabled() or plan.comm.kept_calls is not None:
         return program, structure, gradients  # every source would travel, since nothing is known of who reads it
-    declined = f"{[one.describe() for one in structure.maps]} on {plan.comm.size} ranks"
-    if declined in program.findings.declined:
+    described, known = (
+        f"{[one.describe() for one in structure.maps]} on {plan.comm.size} ranks",
+        program.findings.mapped_first,
+    )
+    if plan.comm.size > 1 and described not in known:
+        with torch.no_grad():  # or a checkpoint, whose recomputation tries nothing, would count what it saved
+            tried = _with_tables(program, structure)
+        found = _structure_of(tried, structure, gradients, plan, edges)[1]
+        known[described] = _width(tried, found) <= _width(program, structure)
+    if not known.get(described, True):
         return program, structure, gradients
+    return _structure_of(_with_tables(program, structure), structure, gradients, plan, edges)
+
+
+def _with_tables(program: Program, structure: Structure) -> Program:
+    """The program that finds the mapped rows of the ends among its inputs."""
     tables = {}
-    mapped_gradients = set(gradients)
     for one in structure.maps:
         bias = one.bias
         for side in reversed(one.sides):  # the bias goes to the destinations, whose rows do not travel
-            key = Key(side, one.table_name)
-            tables[key] = _table(program, one, side, bias)
+            tables[Key(side, one.table_name)] = _table(program, one, side, bias)
             bias = None
-            ends = {Key(side, part.name) for part in one.ends if part.side == side}
-            if torch.is_grad_enabled() and (ends & gradients or any(t.requires_grad for t in one.tensors)):
-                mapped_gradients.add(key)
     names, aggregate = {key.name for key in tables}, program.aggregate
     inputs = Sides.of([*program.inputs.items(), *tables.items()])
-    mapped = replace(
+    return replace(
         program,
         src=inputs.src,
         dst=inputs.dst,
@@ -54,12 +62,21 @@ def ends_mapped(
         maps=structure.maps,
         reads=None if program.reads is None else program.reads | set(tables),
     )
+
+
+def _structure_of(
+    mapped: Program, structure: Structure, gradients: frozenset[Key], plan: HaloPlan, edges: EdgeShards
+) -> Found:
+    """The program `mapped`, its structure, and the inputs that need gradients."""
+    needed = set(gradients)
+    for one in structure.maps if torch.is_grad_enabled() else ():
+        for side in one.sides:
+            ends = {Key(side, part.name) for part in one.ends if part.side == side}
+            if ends & gradients or any(tensor.requires_grad for tensor in one.tensors):
+                needed.add(Key(side, one.table_name))
     with plan.comm.random_lock():
-        found, _ = structure_of(mapped, edges, plan.num_own_src, frozenset(mapped_gradients))
-    if plan.comm.size > 1 and _width(mapped, found) > _width(program, structure):
-        program.findings.declined.add(declined)
-        return program, structure, gradients
-    return mapped, found, frozenset(mapped_gradients) - found.unread
+        found, _ = structure_of(mapped, edges, plan.num_own_src, frozenset(needed))
+    return mapped, found, frozenset(needed) - found.unread
 
 
 def _table(program: Program, one: LinearMap, side: EndSide, bias: Tensor | None) -> Tensor:

@@ -276,7 +276,7 @@ class FollowRows(torch_private.TorchDispatchMode):
         raise RefusedError(
             f"{user_line()}: `{func.overloadpacket.__name__}` on {next(iter(rows.values())).of.name} runs in code that "
             f"torch.jit.script has compiled, or in another library's, where shardpass cannot see what is computed from "
-            f"the number of rows. Call it uncompiled"
+            f"the number of rows. Call it uncompiled, or in a method of the module by its global name"
         )
 
     def require(self, tensor: Tensor, of: RowSet, is_table: bool = False) -> None:

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from shardpass.core.following.follow import FollowRows
+from shardpass.core.following.script_names import is_compiled_function
+from shardpass.core.following.scripts import Script
 from shardpass.core.ranks import torch_private
 
 _LAYERS = ("torch_geometric.", "dgl.", "shardpass.")
@@ -36,6 +38,8 @@ def _is_given(value: Any) -> bool:
         return False
     value = value.func if isinstance(value, partial) else value
     value = value.__func__ if isinstance(value, MethodType) else value
+    if isinstance(value, Script) or is_compiled_function(value):
+        return True
     if isinstance(value, (FunctionType, BuiltinFunctionType)):  # of torch, too: an activation may be a softmax
         return not (value.__module__ or "").startswith(_LAYERS)
     return not type(value).__module__.startswith((*_LIBRARIES, "torch", "builtins", "functools"))

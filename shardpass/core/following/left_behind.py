@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 _LIBRARIES = ("torch", "torch_geometric", "dgl", "shardpass", "numpy", "builtins", "collections", "functools", "typing")
 _PLAIN = (str, bytes, int, float, complex)
+_CONTAINERS: tuple[Any, ...] = (list, tuple, set, frozenset)
 
 
 def tensors_within(*roots: Any) -> Iterator[Tensor]:
@@ -33,8 +34,8 @@ def tensors_within(*roots: Any) -> Iterator[Tensor]:
 def _held_by(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
         return list(value.values())
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return value
+    if (kind := next((kind for kind in _CONTAINERS if isinstance(value, kind)), None)) is not None:
+        return list(kind.__iter__(value))  # a class of the user's may have no length, as a number in group theory
     if isinstance(value, FunctionType):
         return _read_by(value)
     if isinstance(value, MethodType):

@@ -160,7 +160,13 @@ class RowCount(OwnCount, torch.SymInt):
         )
 
     _refused = OwnCount._refused
-    __index__ = __int__ = __hash__ = _refused  # type: ignore[assignment]
+    __index__ = __int__ = _refused  # type: ignore[assignment]
+
+    def __hash__(self) -> int:  # noqa: PLE0309  it raises
+        """None, as of a symbol: einops then computes with it, and does not look up what it has computed for others."""
+        if is_asked_by("einops."):
+            raise TypeError("a number of own rows has no hash")
+        self.refuse()
 
     @property
     def node(self) -> Any:
@@ -203,6 +209,13 @@ class RowCount(OwnCount, torch.SymInt):
         if type(other) is not int or other < 1 or rest or each % other:
             self.refuse()
         return self.computed(operator.floordiv, other)
+
+    def __mod__(self, other: Any) -> Any:
+        """The rest, which is 0 for a divisor of what each row has, as for 1. einops asks whether it may divide."""
+        each, rest = divmod(self.own, max(1, self.of.count))
+        if type(other) is not int or other < 1 or rest or each % other or (self.total or 0) % other:
+            self.refuse()
+        return 0
 
     def _compared(self, operation: Callable[[Any, Any], bool], other: Any) -> bool:
         if isinstance(other, RowCount):

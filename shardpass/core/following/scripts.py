@@ -1,10 +1,10 @@
-"""Modules that torch.jit.script or torch.jit.trace has compiled: their operations are carried out one by one.
+"""Modules and functions that TorchScript has compiled: their operations are carried out one by one.
 
 [Note: scripts are read]
 TorchScript runs without Python, so that nobody sees what it computes from the number of rows, nor which parameters a
-message uses. A compiled module has its code as a graph, though. Where a function mode is on, as it is while rows are
+message uses. What is compiled has its code as a graph, though. Where a function mode is on, as it is while rows are
 followed and in every message function, the operations of that graph are called from here, with the numbers of rows as
-Python code would get them. So they are judged as those of any model, and compute the same. Elsewhere the module runs
+Python code would get them. So they are judged as those of any model, and compute the same. Elsewhere it runs
 compiled. What a graph holds that has no line here is refused by its name.
 """
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.core.following.row_count import OwnCount, OwnShape, leaves_of
+from shardpass.core.following.script_names import is_compiled_function, methods_with_scripts
 from shardpass.core.following.user_line import user_line
 from shardpass.core.ranks import torch_private
 from shardpass.errors import RefusedError
@@ -30,36 +31,44 @@ _ARGUMENT = re.compile(r"(\*)(?=, |$)|(\w+)(?:=(\[[^\]]*\]|[^,]+))?(?=, |$)")
 
 
 class Script:
-    """What takes the place of ``forward`` of a module that TorchScript has compiled."""
+    """What takes the place of a function that TorchScript has compiled, or of ``forward`` of a module.
 
-    def __init__(self, module: torch.jit.ScriptModule) -> None:
-        self._module = module
-        self._compiled: Any = module.forward
+    Args:
+        compiled: the function, or the method.
+        module: the module of the method.
+    """
+
+    def __init__(self, compiled: Any, *module: torch.jit.ScriptModule) -> None:
+        self._compiled, self._module = compiled, module
         self._read: tuple[list[str], list[Any], _Block] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch_private.function_modes():
             return self._compiled(*args, **kwargs)
         names, defaults, block = self._read = self._read or self._code()
-        values = dict(zip(names[1:], args)) | kwargs
-        missing = [name for name, default in zip(names[1:], defaults) if name not in values and default is ...]
-        if missing or len(args) >= len(names) or not kwargs.keys() <= set(names[1:]):
+        values = dict(zip(names, args)) | kwargs
+        missing = [name for name, default in zip(names, defaults) if name not in values and default is ...]
+        if missing or len(args) > len(names) or not kwargs.keys() <= set(names):
             return self._compiled(*args, **kwargs)  # which says what is wrong
-        given = [values.get(name, default) for name, default in zip(names[1:], defaults)]
-        out = block.run([self._module, *given], {})
+        given = [values.get(name, default) for name, default in zip(names, defaults)]
+        out = block.run([*self._module, *given], {})
         return out[0] if len(out) == 1 else tuple(out)
 
     def _code(self) -> tuple[list[str], list[Any], _Block]:
-        arguments = self._compiled.schema.arguments
-        defaults = [one.default_value if one.has_default_value() else ... for one in arguments[1:]]
+        arguments = self._compiled.schema.arguments[len(self._module) :]
+        defaults = [one.default_value if one.has_default_value() else ... for one in arguments]
         return [one.name for one in arguments], defaults, _Block.of(self._compiled.inlined_graph)
 
 
 def follow_scripts(model: nn.Module) -> None:
-    """Let the compiled modules of `model` be followed. In place; copies of compiled modules are made without it."""
+    """Let what is compiled in `model` be followed. In place; copies of compiled modules are made without it."""
     for module in model.modules():
-        if isinstance(module, torch.jit.ScriptModule) and not isinstance(vars(module).get("forward"), Script):
-            vars(module)["forward"] = Script(module)
+        held = vars(module)
+        if not isinstance(module, torch.jit.ScriptModule):
+            held.update((name, Script(value)) for name, value in held.items() if is_compiled_function(value))
+            held.update((name, method) for name, method in methods_with_scripts(module, Script) if name not in held)
+        elif not isinstance(held.get("forward"), Script):
+            held["forward"] = Script(module.forward, module)
 
 
 class _Block(NamedTuple):

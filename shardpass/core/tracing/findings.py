@@ -33,12 +33,13 @@ class Findings:
 
     Attributes:
         passed: descriptions of structures with which the message function passed the row-wise check.
-        declined: descriptions of linear maps that are left to the edges, since wider rows would travel.
+        mapped_first: by the description of linear maps, whether they are applied to nodes. They are left to the edges
+            where wider rows would travel.
     """
 
     def __init__(self) -> None:
         self.passed: set[tuple[str, bool]] = set()
-        self.declined: set[str] = set()
+        self.mapped_first: dict[str, bool] = {}
         self._kept: dict[Hashable, _Kept] = {}
 
     def find(self, key: Hashable, depends_on: Dependence) -> Any:

@@ -67,7 +67,8 @@ class MessageFunction:
         if "in the TorchScript interpreter" in str(error):
             return RefusedError(
                 f"{user_line(error)}: message() of {type(self._conv).__name__} calls a function that torch.jit.script "
-                f"has compiled, in which shardpass cannot see what it does to edges. Call it uncompiled"
+                f"has compiled, in which shardpass cannot see what it does to edges. Call it uncompiled, or in a "
+                f"method of the layer by its global name"
             )
         for name, kept in vars(self._conv).items():
             if isinstance(kept, Tensor) and kept.dim() and kept.size(0) not in (1, inputs.index.numel()):
