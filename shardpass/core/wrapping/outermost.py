@@ -271,12 +271,7 @@ class OutermostCall:
             return function(*args, **kwargs)
         self.followed.held.make_plain()
         if (follower := self._follower()) is None:
-            self._taken.clear()  # which would keep their graphs of autograd alive
-            if not self.gives_own_rows:
-                return function(*args, **kwargs)
-            out, around = self.followed.unfollowed(self.model, self.method, lambda: function(*args, **kwargs))
-            self._around = None if around is None else (around, out)
-            return out
+            return self._unfollowed(lambda: function(*args, **kwargs))
         leaves = torch_private.tree_leaves((args, kwargs))
         follower.marks.known += {ids.row_set for ids in leaves if isinstance(ids, NodeIds)}  # labels go with them
         forward.rows = follower
@@ -315,6 +310,14 @@ class OutermostCall:
         if self.comm.size > 1:  # one rank has all rows
             self._around = around, out
             self.followed.note_results(self.model, self.method, around, out)
+        return out
+
+    def _unfollowed(self, run: Callable[[], Any]) -> Any:
+        self._taken.clear()  # which would keep their graphs of autograd alive
+        if not self.gives_own_rows:
+            return run()
+        out, around = self.followed.unfollowed(self.model, self.method, run)
+        self._around = None if around is None else (around, out)
         return out
 
     def _warn_of_hooks(self) -> None:
