@@ -67,30 +67,6 @@ def test_messages_that_are_not_row_wise_are_refused(comm, kind, mode):
         sp.pyg.wrap(Offender(made).double(), comm)(graph.x, graph)
 
 
-@pytest.mark.parametrize("aggr", ["lstm", "sort"])
-@on_ranks(2)
-def test_whole_neighbourhood_aggregations_are_refused_in_sequential_modes(comm, aggr):
-    graph = share(GRAPH, comm)
-    layer = gnn.SAGEConv(5, 5, aggr=aggr, aggr_kwargs={"k": 2} if aggr == "sort" else {}).double()
-    with pytest.raises(RefusedError, match=r"SAGEConv: .*mode='halo'"):
-        sp.pyg.wrap(layer, comm)(graph.x, graph)
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [
-        gnn.TopKPooling(5),
-        gnn.GPSConv(5, None, heads=1),
-    ],
-    ids=lambda layer: type(layer).__name__,
-)
-@on_ranks(2)
-def test_layers_that_mix_nodes_are_refused_by_name(comm, layer):
-    model = torch.nn.Sequential(torch.nn.Linear(5, 5), copy.deepcopy(layer))
-    with pytest.raises(RefusedError, match=rf"{type(layer).__name__} \(at '1'\) cannot be exact"):
-        sp.pyg.wrap(model, comm)
-
-
 @on_ranks(2)
 def test_wrapping_keeps_names_and_class(comm):
     torch.manual_seed(0)
@@ -108,24 +84,6 @@ def test_wrapping_keeps_names_and_class(comm):
     assert not torch.equal(before, twin(graph.x, graph)), "the copy must use its own parameters"
     out, ids = model(graph.x, graph), graph.node_ids
     torch.testing.assert_close(out, expected[ids])
-
-
-def test_a_layer_that_remembers_another_graph_is_refused():
-    layer = gnn.GCNConv(5, 6, cached=True).double()
-    layer(GRAPH.node["x"], GRAPH.edge_index)
-    with pytest.raises(RefusedError, match="keeps the graph of a call before wrap"):
-        sp.pyg.wrap(layer, sp.connect("local"))
-
-
-@pytest.mark.parametrize("layer", [gnn.GCNConv(5, 6), gnn.GATConv(5, 6)])
-def test_an_ordinary_edge_index_is_refused(layer):
-    """It would speak of other nodes: `partition` numbers them anew, on one rank too."""
-    wrapped = sp.pyg.wrap(copy.deepcopy(layer).double(), sp.connect("local"))
-    for x in (GRAPH.node["x"], GRAPH.node["x"][:20]):  # fewer rows than nodes, as a rank has
-        with pytest.raises(RefusedError, match="Pass the graph that shardpass"):
-            wrapped(x, GRAPH.edge_index)
-        with pytest.raises(RefusedError, match="Pass the graph that shardpass"):
-            wrapped(x, edge_index=GRAPH.edge_index)
 
 
 @pytest.mark.parametrize(("mode", "how"), one_each(MODES, ["twice", "remembered"]))

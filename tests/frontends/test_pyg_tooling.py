@@ -17,7 +17,6 @@ pytest.importorskip("torch_geometric")
 import torch_geometric.nn as gnn
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch_geometric.explain import Explainer, GNNExplainer
 
 import shardpass as sp
 from shardpass.errors import RefusedError
@@ -305,16 +304,3 @@ def test_explanations_are_refused_and_leave_the_model_as_it_was(comm):
         model(graph.x, graph)
     model.last.explain = False  # PyG puts its own propagate back
     assert torch.equal(model(graph.x, graph), before)
-
-
-@pytest.mark.parametrize("edge_mask_type", ["object", None])
-def test_the_explainer_is_refused_by_name(edge_mask_type):
-    comm = sp.connect("local")
-    graph = shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.int64), comm)
-    explainer = Explainer(
-        sp.pyg.wrap(made(), comm), GNNExplainer(epochs=1), explanation_type="model", node_mask_type="attributes",
-        edge_mask_type=edge_mask_type,
-        model_config={"mode": "multiclass_classification", "task_level": "node", "return_type": "raw"},
-    )  # fmt: skip
-    with pytest.raises(RefusedError, match="explanations are not supported on a sharded graph"):
-        explainer(graph.x, graph.edge_index)
