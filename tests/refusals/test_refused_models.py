@@ -25,7 +25,7 @@ from shardpass.frontends.pyg import models
 from shardpass.frontends.pyg.refusals import refuse_unsupported
 from tests.frontends.on_ranks import on_shares, share
 
-from .told import GRAPH, N, assert_told, rows_of
+from .told import GRAPH, Does, N, assert_told, of, rows_of
 
 MASK, CHOSEN = torch.arange(N) % 2 == 0, torch.tensor([3, 5, 7])
 WHOLE = Data(x=GRAPH.node["x"], edge_index=GRAPH.edge_index, **GRAPH.edge)
@@ -33,17 +33,6 @@ WHOLE = Data(x=GRAPH.node["x"], edge_index=GRAPH.edge_index, **GRAPH.edge)
 
 def wrapped(model, comm):
     return sp.pyg.wrap(copy.deepcopy(model).double(), comm)
-
-
-class Does(nn.Module):
-    """A model that calls a function of its modules and arguments."""
-
-    def __init__(self, function, *parts):
-        super().__init__()
-        self.function, self.parts = function, nn.ModuleList(parts)
-
-    def forward(self, *given):
-        return self.function(*self.parts, *given)
 
 
 class Net(nn.Module):
@@ -101,11 +90,6 @@ def _refused(make, comm, graph):
 def _readout(readout, comm, graph):
     model = Does(lambda conv, x, e, batch: (h := conv(x, e)) + readout(h, batch), gnn.GCNConv(5, 4))
     wrapped(model, comm)(graph.x, graph, graph.batch)
-
-
-def of(mistake, cases, error=RefusedError, line=""):
-    """The rows of some cases of one kind of mistake."""
-    return {name: (error, line + words, functools.partial(mistake, case)) for name, (case, words) in cases.items()}
 
 
 PUT_TOGETHER = "puts rows together, over the nodes"

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from shardpass.errors import RefusedError
 from shardpass.testing import (
     WholeGraph,
     WholeHeteroGraph,
@@ -48,6 +50,22 @@ def _team(ranks: int, kind: str) -> Team:
 
 def _assignments(graph: WholeGraph, ranks: int) -> dict[str, Any]:
     return assignments(graph.num_nodes, ranks, graph.edge_index)
+
+
+def of(mistake: Callable[..., Any], cases: Mapping[str, Any], error: Any = RefusedError, line: str = "") -> Table:
+    """The rows of cases of one kind of mistake: what is given to it, and the words."""
+    return {name: (error, line + words, functools.partial(mistake, case)) for name, (case, words) in cases.items()}
+
+
+class Does(nn.Module):
+    """A model that calls a function of its modules and arguments."""
+
+    def __init__(self, function: Callable[..., Any], *parts: nn.Module) -> None:
+        super().__init__()
+        self.function, self.parts = function, nn.ModuleList(parts)
+
+    def forward(self, *given: Any) -> Any:
+        return self.function(*self.parts, *given)
 
 
 def rows_of(one: Table, three: Table, kind: str = "plain") -> Any:
