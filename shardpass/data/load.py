@@ -24,6 +24,7 @@ from shardpass.core.ranks import (
     RowSet,
     gather_or_fail,
     ordinary_tensors,
+    require_options,
     require_ranks,
     require_same,
 )
@@ -50,12 +51,7 @@ def load(path: str | Path, comm: Ranks, options: Options | None = None) -> Shard
         DivergenceError: when ranks passed different stores or options.
     """
     require_ranks(comm, "load(path, comm)")
-    options = Options() if options is None else options
-    if not isinstance(options, Options):
-        raise TypeError(
-            f"load: `options` must be shardpass.Options(...), such as Options(mode='halo'), but got "
-            f"{type(options).__name__}"
-        )
+    options = require_options(options, "load(path, comm, options)")
     with ordinary_tensors(), comm.out_of_turn():
         return _loaded(path, comm, options)
 

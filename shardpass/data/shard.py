@@ -19,6 +19,7 @@ from shardpass.core.ranks import (
     digest,
     gather_or_fail,
     ordinary_tensors,
+    require_options,
     require_ranks,
     require_same,
     tensor_digest,
@@ -67,9 +68,7 @@ def shard(
     """
     is_alone, comm = comm is None, this_process() if comm is None else comm
     require_ranks(comm, "shard(data, comm)")
-    options = Options() if options is None else options
-    if not isinstance(options, Options):
-        raise TypeError(f"shard(options=): expected shardpass.Options(...), but got {type(options).__name__}")
+    options = require_options(options, "shard(data, comm, options=)")
     with ordinary_tensors(), comm.out_of_turn():
         return _sharded(data, comm, parts, by, options, drop, is_alone)
 

@@ -23,7 +23,7 @@ from shardpass.testing import WholeGraph, shard_in_memory
 
 from .dgl_parity import float64, whole_graph  # noqa: F401
 from .how_much import one_each
-from .on_ranks import RANKS, assert_refused, assert_rows, on_ranks
+from .on_ranks import RANKS, assert_refused, assert_rows
 
 N, STEPS = 24, (1, 5, 7)
 
@@ -284,10 +284,3 @@ GIVEN = {
 def test_functions_of_dgl_are_named_with_a_reason(name):
     given = GIVEN.get(name, ())
     assert_refused(lambda comm: getattr(dgl, name)(sp.dgl.graph(share(comm)), *given), f"`{name}` of DGL", WORDS[name])
-
-
-@on_ranks(3)
-def test_widths_that_differ_are_said_of_the_embedding(comm):
-    with pytest.raises(ValueError, match=r"the models differ: 0.weight: float64, rows of own nodes of shape \[4\]"):
-        graph = share(comm)
-        return sp.dgl.wrap(nn.ModuleList([sp.NodeEmbedding(graph, 4 + comm.rank)]), comm)

@@ -185,9 +185,3 @@ def test_few_shards_are_on_the_device_at_once(modules, tensors, monkeypatch):
     options = sp.Options(stream_structure=True, block_rows=1)
     run(step, 3, args=("SAGE", options, None))
     assert max(most) <= 3 * 3 * tensors < len(most)  # ranks, shards, and the tensors of each
-
-
-@pytest.mark.parametrize("wrong", [{"mode": "halo"}, {"mode": "auto", "memory_budget": 1e9}, {"backward": "pull"}])
-def test_what_makes_no_sense_is_refused(wrong):
-    with pytest.raises(ValueError, match="stream_structure is for the modes sar and keep"):
-        sp.Options(stream_structure=True, **wrong)

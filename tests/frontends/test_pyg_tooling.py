@@ -2,11 +2,9 @@
 
 import copy
 import io
-import pickle
 import re
 import subprocess
 import sys
-import warnings
 from functools import partial
 
 import pytest
@@ -147,13 +145,6 @@ def test_state_travels_between_wrapped_and_unwrapped_models(comm):
     torch.testing.assert_close(out, expected[ids])
 
 
-def test_a_wrapped_model_is_not_pickled_and_says_what_to_do():
-    model = sp.pyg.wrap(made(), sp.connect("local"))
-    for save in (pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
-        with pytest.raises(TypeError, match=r"save model.state_dict\(\) \(or shardpass.save_checkpoint\)"):
-            save(model)
-
-
 # precision and modes of autograd
 
 
@@ -195,22 +186,6 @@ def test_compiled_dense_parts_before_and_after_wrap():
         out.sum().backward()
         torch.testing.assert_close(out, whole[graph.node_ids])
         assert all(p.grad is not None for p in model.parameters())
-
-
-def test_a_model_that_was_compiled_is_refused_in_words():
-    with pytest.raises(RefusedError, match="wrap the model first, then compile it"):
-        sp.pyg.wrap(compiled(made()), sp.connect("local"))
-
-
-def test_script_and_trace_are_refused_in_words():
-    comm = sp.connect("local")
-    graph = shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.int64), comm)
-    model = sp.pyg.wrap(made(), comm)
-    with pytest.raises(RefusedError, match="cannot be scripted or traced"):
-        torch.jit.script(model)
-    with warnings.catch_warnings(), pytest.raises(RefusedError, match="cannot be scripted or traced"):
-        warnings.simplefilter("ignore")
-        torch.jit.trace(model, (graph.x, graph.edge_index))
 
 
 # hooks

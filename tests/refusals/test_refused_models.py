@@ -2,8 +2,6 @@
 
 import copy
 import functools
-import io
-import pickle
 
 import pytest
 import torch
@@ -14,15 +12,11 @@ import torch_geometric.nn as gnn
 from torch import nn
 from torch_geometric.data import Data
 from torch_geometric.explain import Explainer, GNNExplainer
-from torch_geometric.nn.attention import QFormer, SGFormerAttention
 from torch_geometric.transforms import AddSelfLoops
-from torch_geometric.utils import scatter, subgraph, to_dense_batch
+from torch_geometric.utils import scatter, subgraph
 
 import shardpass as sp
-from shardpass.core.graphs.batch_index import BatchIndex
-from shardpass.errors import NeedsHaloError, RefusedError
-from shardpass.frontends.pyg import models
-from shardpass.frontends.pyg.refusals import refuse_unsupported
+from shardpass.errors import RefusedError
 from tests.frontends.on_ranks import on_shares, share
 
 from .told import GRAPH, Does, N, assert_told, of, rows_of
@@ -49,18 +43,17 @@ class Net(nn.Module):
 
 
 class Messages(gnn.MessagePassing):
-    """A layer whose message is `made` of both ends and of edge features, with a module beside."""
+    """A layer whose message is `made` of the sources and of edge features."""
 
-    def __init__(self, made, part=None):
+    def __init__(self, made):
         super().__init__()
-        self.made, self.part, self.lin = made, part, nn.Linear(5, 3)
+        self.made, self.lin = made, nn.Linear(5, 3)
 
     def forward(self, x, edge_index, edge_attr):
-        rows = self.lin(x) if self.part is None else x
-        return self.propagate(edge_index, x=rows, edge_attr=edge_attr)
+        return self.propagate(edge_index, x=self.lin(x), edge_attr=edge_attr)
 
-    def message(self, x_i, x_j, edge_attr):
-        return self.made(x_j, edge_attr) if self.part is None else self.made(self.part, x_i, x_j)
+    def message(self, x_j, edge_attr):
+        return self.made(x_j, edge_attr)
 
 
 def _between(between, comm, graph):
@@ -75,18 +68,6 @@ def _call(call, comm, graph):
     call(wrapped(gnn.GCN(5, 8, 2, 3), comm), graph)
 
 
-def _batch(use, comm, graph):
-    use(torch.randn(4, 5), BatchIndex.of(4, comm))
-
-
-def _wrap(make, comm, graph):
-    sp.pyg.wrap(make(), comm)
-
-
-def _refused(make, comm, graph):
-    refuse_unsupported(make())
-
-
 def _readout(readout, comm, graph):
     model = Does(lambda conv, x, e, batch: (h := conv(x, e)) + readout(h, batch), gnn.GCNConv(5, 4))
     wrapped(model, comm)(graph.x, graph, graph.batch)
@@ -98,8 +79,7 @@ NUMBERS = "rows by numbers that do not come from the graph, over the nodes"
 BETWEEN = {
     "a mask of the whole graph": (lambda m, h, e: h * MASK.view(-1, 1), OF_THE_WHOLE),
     "indexing with a mask of the whole graph": (
-        lambda m, h, e: (c := h.clone()).__setitem__(MASK, 0.0) or c,
-        OF_THE_WHOLE,
+        lambda m, h, e: (c := h.clone()).__setitem__(MASK, 0.0) or c, OF_THE_WHOLE
     ),
     "a field of the whole graph": (lambda m, h, e: h + GRAPH.node["x"][:, :1], OF_THE_WHOLE),
     "a parameter per node": (lambda m, h, e: h * m.per_node["scale"].view(-1, 1), OF_THE_WHOLE),
@@ -122,8 +102,7 @@ BETWEEN = {
     "a loss of own rows": (lambda m, h, e: h * nn.functional.mse_loss(h, h * 2), f"`mse_loss` {PUT_TOGETHER}"),
     "subgraph": (lambda m, h, e: m.last(h, subgraph(torch.arange(10), e)[0]), f"writes {NUMBERS}"),
     "a slice of edges": (
-        lambda m, h, e: m.last(h, e[:, :10]),
-        r"`edge_index\[:, :10\]` on the edge_index .*edges at other pos",
+        lambda m, h, e: m.last(h, e[:, :10]), r"`edge_index\[:, :10\]` on the edge_index .*edges at other pos"
     ),
     "a row by its number": (lambda m, h, e: h + h[30], r"`__getitem__` fails on the \d+ nodes of this rank"),
     "the largest twenty": (lambda m, h, e: h + h[:, 0].topk(20)[0].sum(), r"`topk` fails on the \d+ nodes"),
@@ -134,19 +113,17 @@ BETWEEN = {
         r"a sparse matrix is made of the edge_index .*SimpleConv\('sum'\)",
     ),
     "edges both ways": (
-        lambda m, h, e: m.last(h, torch.cat([e, e.flip(0)], 1)),
-        "reversed edges belong to other ranks",
+        lambda m, h, e: m.last(h, torch.cat([e, e.flip(0)], 1)), "reversed edges belong to other ranks"
     ),
     "the largest by source": (
-        lambda m, h, e: scatter(h[e[1]], e[0], 0, len(h), "max"),
-        "only their sums are differentiable",
+        lambda m, h, e: scatter(h[e[1]], e[0], 0, len(h), "max"), "only their sums are differentiable"
     ),
     "vmap with a sum": (lambda m, h, e: torch.vmap(lambda row: row * row.sum())(h), "is how vmap finds out the dtype"),
     "ids as numbers": (
         lambda m, h, e: h + e[0].float().mean(),
         "`float` on source node ids of a sharded graph: ids are numbered per rank",
     ),
-}
+}  # fmt: skip
 
 
 def without_mean(h):
@@ -194,19 +171,15 @@ def scripted(rows: torch.Tensor) -> torch.Tensor:
 MESSAGES = {
     "a message that writes": (lambda x, e: x * e.mul_(2), "`mul_` changes an input of the message"),
     "a message that writes by a mask": (
-        lambda x, e: x * (e.__setitem__(e < 0, 0) or e),
-        "`__setitem__` changes an input of the message",
+        lambda x, e: x * (e.__setitem__(e < 0, 0) or e), "`__setitem__` changes an input of the message"
     ),
-    "vmap in a message": (
-        lambda x, e: torch.vmap(torch.tanh)(x),
-        r"functional transform \(vmap\) inside a message",
-    ),
+    "vmap in a message": (lambda x, e: torch.vmap(torch.tanh)(x), r"functional transform \(vmap\) inside a message"),
     "grad in a message": (
         lambda x, e: torch.func.vmap(torch.func.grad(lambda row: row.tanh().sum()))(x),
         r"functional transform \(grad, vjp or jacrev\) inside a message",
     ),
     "a script in a message": (lambda x, e: scripted(x), r"torch\.jit\.script"),
-}
+}  # fmt: skip
 CALLS = {
     "features of the whole graph": (lambda m, g: m(WHOLE.x, g), rf"shape \[{N}, 5\] {OF_THE_WHOLE}"),
     "edge weights of the whole graph": (
@@ -216,45 +189,13 @@ CALLS = {
     "the ordinary edge_index": (lambda m, g: m(g.x, WHOLE.edge_index), "edge_index is an ordinary Tensor"),
     "arguments in the wrong order": (lambda m, g: m(g, g.x), "edge_index is an ordinary Tensor"),
     "a layer of the model": (
-        lambda m, g: m.convs[0](g.x, g),
-        r"only the wrapped model itself takes: .* graph\.edge_index",
+        lambda m, g: m.convs[0](g.x, g), r"only the wrapped model itself takes: .* graph\.edge_index"
     ),
-}
+}  # fmt: skip
 READOUTS = {
     "a pool of own rows": (lambda h, batch: gnn.global_mean_pool(h, None), "puts rows together"),
     "an aggregation of own rows": (lambda h, batch: gnn.SumAggregation()(h), "puts rows together"),
     "a maximum of own rows": (lambda h, batch: h.amax(0), "puts rows together"),
-}
-BATCHES = {
-    "a dense batch": (lambda x, b: to_dense_batch(x, b), "indexed by the batch|`.*` on the batch"),
-    "arithmetic of a batch": (lambda x, b: b + 1, "`.*add.*` on the batch of a sharded graph"),
-    "cat of a batch": (lambda x, b: torch.cat([b, torch.zeros(2, dtype=torch.long)]), "`cat` on the batch"),
-    "unique of a batch": (lambda x, b: b.unique(), "on the batch"),
-    "some of a batch": (lambda x, b: b[:-1], "`__getitem__` on the batch"),
-    "a list of a batch": (lambda x, b: b.tolist(), "`tolist` on the batch"),
-    "argsort of a batch": (lambda x, b: b.argsort(), "`argsort` on the batch"),
-    "rows by a batch": (lambda x, b: x[b], r"a tensor of shape \[4, 5\] is indexed by the batch"),
-    "more graphs": (lambda x, b: gnn.global_add_pool(x, b, size=3), "onto 3 graphs: this sharded graph has 1"),
-    "any of a batch": (lambda x, b: scatter(x, b, reduce="any"), r"`scatter_` on the batch"),
-    "too few rows": (lambda x, b: x.new_zeros(1, 5).index_add(0, b, x[:2]), "one row for each of the 4 own nodes"),
-    "a maximum of integers": (lambda x, b: scatter((x > 0).long(), b, reduce="max"), "the max of integers over all n"),
-    "along channels": (
-        lambda x, b: x.new_zeros(4, 1).scatter_add_(1, b.view(-1, 1).expand(4, 5), x),
-        "along dimension 1",
-    ),
-}
-WHOLE_SETS = {
-    "LSTMAggregation": lambda: gnn.LSTMAggregation(5, 5),
-    "GRUAggregation": lambda: gnn.GRUAggregation(5, 5),
-    "SortAggregation": lambda: gnn.SortAggregation(3),
-    "MedianAggregation": gnn.MedianAggregation,
-    "QuantileAggregation": lambda: gnn.QuantileAggregation(0.3),
-    "MLPAggregation": lambda: gnn.MLPAggregation(5, 5, 41, num_layers=1),
-    "LCMAggregation": lambda: gnn.LCMAggregation(5, 5),
-    "SetTransformerAggregation": lambda: gnn.SetTransformerAggregation(5),
-    "GraphMultisetTransformer": lambda: gnn.GraphMultisetTransformer(5, k=2),
-    "PatchTransformerAggregation": lambda: gnn.PatchTransformerAggregation(5, 5, 4, 8),
-    "EquilibriumAggregation": lambda: gnn.EquilibriumAggregation(5, 5, [4]),
 }
 
 
@@ -265,84 +206,6 @@ class OwnSum(gnn.aggr.Aggregation):
         return self.reduce(x, index, ptr, dim_size, dim)
 
 
-class OwnGraphNorm(gnn.GraphNorm):
-    """A norm of the user's own."""
-
-
-class OwnBatchNorm(nn.BatchNorm1d):
-    """A batch norm of the user's own."""
-
-
-class OwnPooling(gnn.TopKPooling):
-    """A pooling of the user's own."""
-
-
-class OwnGPS(gnn.GPSConv):
-    """A layer of the user's own."""
-
-
-class OwnAttention(nn.MultiheadAttention):
-    """An attention of the user's own."""
-
-
-def gps():
-    return gnn.GPSConv(6, gnn.GCNConv(6, 6), heads=2)
-
-
-def with_own_attention():
-    layer = sp.pyg.gather_attention(gps())
-    layer.attn = OwnAttention(6, 2)
-    return layer
-
-
-def that_remembers():
-    layer = gnn.GCNConv(5, 6, cached=True).double()
-    layer(GRAPH.node["x"], GRAPH.edge_index)
-    return layer
-
-
-def made_in(package, name):
-    return type(name, (nn.Module,), {"__module__": package})
-
-
-DERIVED, OVER_NODES = "not classes derived from them", "its statistics run over all nodes"
-WRAP = {
-    "a layer that remembers another graph": (that_remembers, "keeps the graph of a call before wrap"),
-    "a norm derived from PyG's": (lambda: nn.Sequential(OwnGraphNorm(5)), OVER_NODES),
-    "a norm derived from torch's": (lambda: nn.Sequential(OwnBatchNorm(5)), OVER_NODES),
-    "an instance norm": (lambda: nn.Sequential(nn.InstanceNorm1d(5, track_running_stats=True)), OVER_NODES),
-    "all pairs in a GPSConv": (gps, r"GPSConv cannot be exact .* shardpass\.pyg\.gather_attention\(model\)"),
-    "a class derived from GPSConv": (lambda: sp.pyg.gather_attention(OwnGPS(6, None, heads=2)), DERIVED),
-    "a class derived from attention": (with_own_attention, DERIVED),
-    "QFormer": (lambda: QFormer(8, 8, 8, 1, 1), "QFormer"),
-    "GroupAddRev": (lambda: gnn.GroupAddRev(gnn.GCNConv(3, 3), num_groups=2), "disable=True"),
-    "DeepGCNLayer": (
-        lambda: gnn.DeepGCNLayer(gnn.GCNConv(3, 3), gnn.LayerNorm(3), ckpt_grad=True),
-        "ckpt_grad=False",
-    ),
-    "LINKX": (lambda: gnn.LINKX(41, 5, 8, 3, 2), "NodeEmbedding"),
-    **{
-        f"{type(layer).__name__} in a model": (
-            lambda layer=layer: nn.Sequential(nn.Linear(5, 5), copy.deepcopy(layer)),
-            rf"{type(layer).__name__} \(at '1'\) cannot be exact",
-        )
-        for layer in (gnn.TopKPooling(5), gnn.GPSConv(5, None, heads=1))
-    },
-}
-UNKNOWN = {
-    "a class derived from pooling": (
-        lambda: OwnPooling(4),
-        "^OwnPooling cannot be exact on a sharded graph: it drops or merges nodes",
-    ),
-    **{
-        f"a new class of {package}": (made_in(f"torch_geometric.nn.{package}.new", "New"), "^New cannot .* not know it")
-        for package in ("models", "norm")
-    },
-    **{
-        f"a class of {package}": (made_in(f"{package}models.some", "Some"), "^Some cannot be exact")
-        for package in models.ELSEWHERE
-    },
-}
 TRANSFORMS = {
     "grad": lambda call, x: torch.func.grad(lambda x: call(x).sum())(x),
     "jvp": lambda call, x: torch.func.jvp(call, (x,), (x,)),
@@ -363,17 +226,6 @@ def _explained(mask, comm, graph):
         model_config={"mode": "multiclass_classification", "task_level": "node", "return_type": "raw"},
     )  # fmt: skip
     explainer(graph.x, graph.edge_index)
-
-
-def _ordinary(layer, rows, is_named, comm, graph):
-    """It would speak of other nodes: `partition` numbers them anew, on one rank too."""
-    edges = {"edge_index": GRAPH.edge_index} if is_named else GRAPH.edge_index
-    call = wrapped(layer, comm)
-    call(GRAPH.node["x"][:rows], **edges) if is_named else call(GRAPH.node["x"][:rows], edges)
-
-
-def streamed(comm):
-    return share(GRAPH, comm, stream_structure=True)
 
 
 MIXES = r"test_refused_models\.py:\d+: return h - h.mean\(0\): `mean` puts rows together"
@@ -397,19 +249,11 @@ def _behind_a_module(mode, comm, graph):
     wrapped(model, comm)(graph.x, graph)
 
 
-NOT_WRAPPED, NOT_STREAMED = "once it is wrapped", "stream_structure=True"
+NOT_WRAPPED = "once it is wrapped"
 ONE = {
-    **of(_wrap, WRAP),
-    **of(_refused, UNKNOWN),
     **of(_transformed, {name: (call, rf"functional transform \([\w, ]*{name}") for name, call in TRANSFORMS.items()}),
     **of(_explained, {f"an explainer, {mask}": (mask, "explanations are not supported on a sharded graph")
                       for mask in ("object", None)}),
-    **{
-        f"an ordinary edge_index, {type(layer).__name__}, {rows} rows{', by name' * is_named}": (
-            RefusedError, "Pass the graph that shardpass", functools.partial(_ordinary, layer, rows, is_named),
-        )  # fewer rows than nodes, as a rank has
-        for layer in (gnn.GCNConv(5, 6), gnn.GATConv(5, 6)) for rows in (N, 20) for is_named in (False, True)
-    },
     "a layer that is not wrapped": (
         RefusedError, rf"{NOT_WRAPPED}: model = shardpass\.pyg\.wrap\(model, comm\)",
         lambda comm, graph: gnn.ChebConv(5, 3, 2).double()(graph.x, graph),
@@ -422,8 +266,7 @@ ONE = {
         lambda comm, graph: wrapped(Does(lambda data: AddSelfLoops()(data).x), comm)(graph),
     ),
     "another device": (
-        RefusedError, "cannot be moved to meta. Say where before it is loaded",
-        lambda comm, graph: graph.to("meta"),
+        RefusedError, "cannot be moved to meta. Say where before it is loaded", lambda comm, graph: graph.to("meta")
     ),
 }  # fmt: skip
 THREE = {
@@ -437,74 +280,16 @@ THREE = {
         functools.partial(_message, lambda x, e: {"m": x}),
     ),
     **of(_readout, READOUTS, line="{line}"),
-    **of(_batch, BATCHES),
-    **{
-        name: (
-            RefusedError, "on the batch of a sharded graph|double backward",
-            lambda comm, graph, make=make: sp.pyg.wrap(make(), comm)(torch.randn(4, 5), BatchIndex.of(4, comm)),
-        )
-        for name, make in WHOLE_SETS.items()
-    },
-    **{
-        f"{aggr} in the mode sar": (
-            RefusedError, "SAGEConv: .*mode='halo'",
-            lambda comm, graph, aggr=aggr, given=given: wrapped(
-                gnn.SAGEConv(5, 5, aggr=aggr, aggr_kwargs=given), comm
-            )(graph.x, graph),
-        )
-        for aggr, given in (("lstm", {}), ("sort", {"k": 2}))
-    },
-    **{
-        f"GraphNorm, {len(given)} arguments": (
-            RefusedError, "^GraphNorm: .*is not graph.batch",
-            lambda comm, graph, given=given: sp.pyg.wrap(gnn.GraphNorm(5), comm)(torch.randn(4, 5), *given),
-        )
-        for given in ((torch.arange(4) // 2,), (torch.zeros(4, dtype=torch.long), 3))
-    },
-    "PairNorm of three dimensions": (
-        RefusedError, "flatten first", lambda comm, graph: sp.pyg.wrap(gnn.PairNorm(), comm)(torch.randn(4, 2, 5))
-    ),
-    "attention over several graphs": (
-        RefusedError, r"takes own rows as \[1, num_own, channels\]",
-        lambda comm, graph: sp.pyg.wrap(SGFormerAttention(5, 1, 8), comm)(torch.randn(2, 3, 5)),
-    ),
-    "PyG's default layer norm in a message": (
-        NeedsHaloError, r"LayerNorm over the graph \(PyG's default; mode='node' takes .*halo",
-        lambda comm, graph: wrapped(Messages(
-            lambda mlp, x_i, x_j: mlp(torch.cat([x_i, x_j], dim=1)), gnn.MLP([10, 5, 5], norm="layer_norm")
-        ), comm)(graph.x, graph, None),
-    ),
     "an offender in an autoencoder": (
         RefusedError, "`mean` puts rows together",
         lambda comm, graph: wrapped(
             gnn.GAE(Does(lambda conv, x, e: (h := conv(x, e)) - h.mean(0), gnn.GCNConv(5, 4))), comm
         ).encode(graph.x, graph),
     ),
-    "a pickled batch": (
-        TypeError, "belongs to its process", lambda comm, graph: pickle.dump(BatchIndex.of(2, comm), io.BytesIO())
-    ),
-    "layers of a streamed graph": (
-        (ValueError, RefusedError), NOT_STREAMED,
-        lambda comm, graph: streamed(comm).layers(torch.ones(graph.num_own_nodes, dtype=torch.bool), 2),
-    ),
-    "reversed edges of a streamed graph": (
-        (ValueError, RefusedError), NOT_STREAMED,
-        lambda comm, graph: sp.pyg.wrap(gnn.SAGEConv(5, 8, flow="target_to_source").double(), comm, check=False)(
-            graph.x, streamed(comm)
-        ),
-    ),
-}  # fmt: skip
-NORM_IN_MESSAGE = {
-    "GraphNorm in a message": (
-        RefusedError, "mode='halo'",
-        lambda comm, graph: wrapped(Messages(lambda norm, x_i, x_j: norm(x_j), gnn.GraphNorm(5)), comm)(
-            graph.x, graph, None
-        ),
-    ),
 }  # fmt: skip
 
 
-@rows_of({**ONE, **NORM_IN_MESSAGE}, {**THREE, **NORM_IN_MESSAGE})
+@rows_of(ONE, THREE)
 def test_a_mistake_with_a_model_is_told(row, ranks, kind):
     assert_told(row, ranks, kind)
 

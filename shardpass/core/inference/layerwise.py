@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shardpass.core.graphs import ShardedGraph
+from shardpass.core.graphs import ShardedGraph, require_graph
 from shardpass.core.inference.deferred import Deferral, DeferredRows, block_of, whole
 from shardpass.core.inference.fingerprint import argument_lines, model_lines
 from shardpass.core.inference.journal import Journal
@@ -97,10 +97,7 @@ def _checked(
     model: nn.Module, graph: ShardedGraph, path: Any, overwrite: bool, node_type: NodeType | None
 ) -> tuple[Ranks, Path]:
     """The ranks and the path, where every argument of `infer` is as it should be. Collective."""
-    if not isinstance(graph, ShardedGraph):
-        raise TypeError(
-            f"infer(model, graph, path): `graph` must be what shardpass.load returned, but got {type(graph).__name__}"
-        )
+    require_graph(graph, "infer(model, graph, path)")
     comm, target = graph.comm, require_path(path, "infer(model, graph, path)")
     if not getattr(model, "_shardpass_wrapped", False):
         raise ValueError("infer takes a wrapped model: call shardpass.pyg.wrap(model, comm), or dgl.wrap, first")

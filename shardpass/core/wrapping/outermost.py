@@ -55,7 +55,7 @@ from shardpass.core.wrapping.empty_rows import EmptyRows
 from shardpass.core.wrapping.explain import explained
 from shardpass.core.wrapping.held_rows import HeldRows, followed_for_hooks
 from shardpass.core.wrapping.parts import runs_as_it_is
-from shardpass.core.wrapping.refusals import refuse_other_ranks
+from shardpass.core.wrapping.refusals import refuse_other_ranks, refuse_script
 from shardpass.errors import RefusedError, ShardpassError
 
 _MISTAKES = (TypeError, AttributeError, NameError, KeyError, ImportError, OSError)
@@ -224,7 +224,9 @@ class OutermostCall:
 
     @staticmethod
     def refuse_transforms() -> None:
-        """Refuse to be called within a transform of ``torch.func``, before anything is sent."""
+        """Refuse to be traced, or called within a transform of ``torch.func``, before anything is sent."""
+        if torch.jit.is_tracing():
+            refuse_script()
         if (transform := torch_private.running_transform()) is not None:
             raise RefusedError(
                 f"{user_line()}: a wrapped model is called within a functional transform ({transform}), but rows that "

@@ -5,7 +5,6 @@ import torch
 
 from shardpass.core.exchange import node_set
 from shardpass.core.graphs import OwnFields, gather
-from shardpass.core.ranks import Options
 from shardpass.core.sharding import NODE
 from shardpass.errors import RefusedError
 from shardpass.testing import WholeGraph, assignments, awkward_graph, run, shard_in_memory
@@ -101,17 +100,3 @@ def test_no_edges_at_all():
     graphs = share(2, "random", nothing)
     assert [g.num_own_edges for g in graphs] == [0, 0] and [g.num_halo for g in graphs] == [0, 0]
     assert all(g.edge_index.shape == (2, 0) for g in graphs) and sum(g.num_own_nodes for g in graphs) == 3
-
-
-@pytest.mark.parametrize(
-    "wrong, words",
-    [
-        ({"mode": "fast"}, "mode is one of sar, keep, halo or auto, got 'fast'"),
-        ({"prefetch": -1}, "prefetch is at least 0, got -1"),
-        ({"block_rows": 0}, "block_rows is at least 1 or None, got 0"),
-        ({"chunk_bytes": 0}, "chunk_bytes is at least 1, got 0"),
-    ],
-)
-def test_options(wrong, words):
-    with pytest.raises(ValueError, match=words):
-        Options(**wrong)
