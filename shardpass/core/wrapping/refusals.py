@@ -21,11 +21,11 @@ _NORMS_OF_OTHER_SHAPES = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3
 
 
 def refuse_as_built(model: nn.Module, is_layer: Callable[[nn.Module], bool]) -> None:
-    """Raise if `model` cannot be wrapped as it is built. `is_layer` knows layers of its library.
+    """Raise if `model` cannot be wrapped as it is built. `is_layer` knows the modules that cannot be compiled before.
 
     Raises:
         RefusedError: it averages gradients over ranks, or ``fully_shard`` has sharded it; a parameter has no shape
-            yet; or layers are compiled.
+            yet; or what passes messages is compiled.
     """
     if isinstance(model, (DistributedDataParallel, nn.DataParallel)):
         raise RefusedError(
