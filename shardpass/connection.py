@@ -26,6 +26,7 @@ from shardpass.core.ranks import (
 from shardpass.errors import shorten_tracebacks
 
 T = TypeVar("T")
+_SLOW_TENSORS = "fresh tensors cost up to a third of an epoch's CPU time: `{}` before Python starts"
 _MOST_RANKS = 4096  # of one machine: threads and processes beyond take its memory before anything else fails
 
 
@@ -42,19 +43,15 @@ def connect(
 ) -> Ranks:
     """This process's end of the run it was started in. Collective over the processes of the run.
 
-    ``"auto"`` takes, in this order: a torch.distributed process group that exists already; torchrun's variables
-    (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); an MPI launcher; an srun step; a single process.
+    ``"auto"`` takes, in this order: a torch.distributed process group that exists; torchrun's RANK, WORLD_SIZE,
+    MASTER_ADDR and MASTER_PORT; an MPI launcher; an srun step; a single process.
 
     With more than one rank, an exception that ends this process's script also ends the other ranks, with its words:
     `sys.excepthook` is extended for that (the one in place runs first). A rank that its launcher ends with SIGTERM says
-    why, if nothing else handles this signal.
+    why, if nothing else handles this signal. An error of shardpass is shown with the lines of your own files alone.
 
-    An error of shardpass that ends the script is shown with the lines of your own files alone, unless you have set
-    ``sys.excepthook``. The environment variable ``SHARDPASS_DEBUG=1`` shows all lines.
-
-    Ranks that share cores divide them: where the environment variable ``OMP_NUM_THREADS`` is not set, torch's computing
-    threads become at most the usable cores divided by the ranks on them (`torch.set_num_threads`). Never more threads
-    than before; a single process is left alone.
+    Ranks that share cores divide them, unless the environment variable ``OMP_NUM_THREADS`` is set: torch's computing
+    threads (`torch.set_num_threads`) become at most the usable cores divided by the ranks on them, never more.
 
     Args:
         backend: ``"auto"``, ``"local"``, ``"torch_distributed"`` or ``"mpi"``. Threads are started with `spawn`. Or a
@@ -63,41 +60,25 @@ def connect(
         device: of the tensors; ``"cuda"`` takes the device of the local rank.
         group: a process group (torch_distributed) or an mpi4py communicator (mpi) to use instead of all processes.
         timeout: seconds a wait for another rank may take. A dead rank is found by other means, and at once.
-        connect_timeout: seconds the other ranks may take to come; default: the environment variable
-            ``SHARDPASS_CONNECT_TIMEOUT``, or 60.
-        host_timeout: seconds after which a host that does not answer is lost, which ends every rank; default: the
-            environment variable ``SHARDPASS_HOST_TIMEOUT``, or 30. A process that is stopped or slow is waited for.
-        black_box: the folder in which each rank writes its last calls if the run ends badly, for `shardpass doctor`.
-            Default: the environment variable ``SHARDPASS_BLACK_BOX``, or the folder for temporary files. If it is
-            empty, nothing is written.
+        connect_timeout: seconds the other ranks may take to come; default: ``SHARDPASS_CONNECT_TIMEOUT``, or 60.
+        host_timeout: seconds until a host that is silent is lost, with all ranks; default: ``SHARDPASS_HOST_TIMEOUT``,
+            or 30. A process that is stopped or slow is waited for.
+        black_box: the folder in which each rank writes its last calls if the run ends badly; none if it is empty;
+            default: ``SHARDPASS_BLACK_BOX``, or the folder for temporary files. `shardpass doctor` reads them.
 
     Raises:
         CommunicationError: when the other ranks cannot be reached, or are more or fewer than the launcher started.
-        ValueError: for an unknown backend; a mesh of several dimensions, or without this process; or when ``ranks``
-            differs from the number of ranks.
+        ValueError: for an unknown backend, a mesh of several dimensions or without this process, or other ``ranks``.
     """
     shorten_tracebacks()
     require_device(device, "connect(device=)")
-    _require_seconds("connect", timeout=timeout, connect_timeout=connect_timeout, host_timeout=host_timeout)
+    seconds = _seconds("connect", timeout=timeout, connect_timeout=connect_timeout, host_timeout=host_timeout)
     if black_box is not None:
         require_path(black_box, "connect(black_box=)")
-    if not isinstance(backend, str):
-        backend, group = _group_as_first(backend, group)
-    comm = backends.connect(
-        backend,
-        ranks=ranks,
-        device=device,
-        group=group,
-        timeout=timeout,
-        connect_timeout=connect_timeout,
-        host_timeout=host_timeout,
-        black_box=black_box,
-    )
-    export = lacks_cheap_tensors(os.environ)
-    if comm.rank == 0 and export:
-        logging.getLogger("shardpass").info(
-            f"fresh tensors cost up to a third of an epoch's CPU time: `{export}` before Python starts"
-        )
+    backend, group = (backend, group) if isinstance(backend, str) else _group_as_first(backend, group)
+    comm = backends.connect(backend, ranks=ranks, device=device, group=group, black_box=black_box, **seconds)
+    if comm.rank == 0 and (export := lacks_cheap_tensors(os.environ)):
+        logging.getLogger("shardpass").info(_SLOW_TENSORS.format(export))
     return Ranks(comm)
 
 
@@ -150,17 +131,19 @@ def spawn(
     shorten_tracebacks()
     ranks = require_count(ranks, "ranks", "spawn(fn, ranks)", 1, _MOST_RANKS)
     require_callable(fn, "fn", "spawn(fn, ranks)")
-    _require_seconds("spawn", timeout=timeout)
+    _seconds("spawn", timeout=timeout)
     require_device(device, "spawn(device=)")
     if not isinstance(args, tuple | list):
         raise TypeError(f"spawn(fn, ranks, args=): `args` must be a tuple, but got {type(args).__name__}")
     return backends.spawn(partial(_with_ranks, fn), ranks, backend, args=args, device=device, timeout=timeout)
 
 
-def _require_seconds(call: str, **given: Any) -> None:
+def _seconds(call: str, **given: Any) -> dict[str, Any]:
+    """What is given, where each is a number of seconds or `None`."""
     for name, value in given.items():
         if value is not None and not isinstance(value, int | float):
             raise TypeError(f"{call}({name}=): a number of seconds is expected, but got {type(value).__name__}")
+    return given
 
 
 def _with_ranks(fn: Callable[..., T], comm: Communicator, *args: Any) -> T:

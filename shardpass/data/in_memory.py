@@ -99,7 +99,7 @@ class Structure:
             own = {name: _taken(rows, chosen, comm.device) for name, rows in given.items()}
             relations[edge_type] = replace(relation, fields=relation.fields.of_same_rows(own))
         is_homogeneous = list(fields) == [NODE] and list(relations) == [EDGE]
-        classes = {kind: classes_of(some["y"]) for kind, some in raw.node_fields.items() if "y" in some}
+        classes = {kind: num_classes(some["y"]) for kind, some in raw.node_fields.items() if "y" in some}
         graph = (ShardedGraph if is_homogeneous else ShardedHeteroGraph)(
             comm, options, {kind: placed.ownership for kind, placed in self.nodes.items()},
             {kind: placed.ids for kind, placed in self.nodes.items()}, fields, relations,
@@ -140,8 +140,11 @@ def _own_edges(
     return OwnEdges(chosen, relation)
 
 
-def classes_of(y: Tensor) -> int:
-    """The number of classes in labels of the whole graph."""
+def num_classes(y: Tensor, comm: Ranks | None = None) -> int:
+    """The number of classes in labels of the whole graph, or of all own rows where `comm` is given. Then collective."""
     if y.is_floating_point():
         return y.size(-1) if y.dim() > 1 else 1
-    return int(y.max()) + 1 if y.numel() else 0
+    largest = int(y.max()) if y.numel() else -1
+    if comm is not None:
+        largest = int(comm.all_reduce(torch.tensor([largest]).to(comm.device), "max", label="number of classes"))
+    return largest + 1

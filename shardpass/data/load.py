@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardpass.core.exchange import node_set
@@ -25,10 +24,12 @@ from shardpass.core.ranks import (
     RowSet,
     gather_or_fail,
     ordinary_tensors,
+    require_options,
     require_ranks,
     require_same,
 )
 from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType, Ownership
+from shardpass.data.in_memory import num_classes
 from shardpass.data.lookup import StoreTables
 from shardpass.data.merge import RankData, merge_parts, parts_of_rank
 from shardpass.data.raw import ADJACENCY
@@ -50,12 +51,7 @@ def load(path: str | Path, comm: Ranks, options: Options | None = None) -> Shard
         DivergenceError: when ranks passed different stores or options.
     """
     require_ranks(comm, "load(path, comm)")
-    options = Options() if options is None else options
-    if not isinstance(options, Options):
-        raise TypeError(
-            f"load: `options` must be shardpass.Options(...), such as Options(mode='halo'), but got "
-            f"{type(options).__name__}"
-        )
+    options = require_options(options, "load(path, comm, options)")
     with ordinary_tensors(), comm.out_of_turn():
         return _loaded(path, comm, options)
 
@@ -83,7 +79,7 @@ def _loaded(path: str | Path, comm: Ranks, options: Options) -> ShardedGraph:
         kind: OwnFields(data.node_fields[kind], comm, node_set(kind, owned.num_own(comm.rank)))
         for kind, owned in ownership.items()
     }
-    classes = {kind: _num_classes(comm, kind, fields[kind]) for kind in ownership if "y" in fields[kind]}
+    classes = {kind: num_classes(some["y"], comm) for kind, some in fields.items() if "y" in some}
     is_homogeneous = list(ownership) == [NODE] and list(relations) == [EDGE]
     graph = (ShardedGraph if is_homogeneous else ShardedHeteroGraph)(
         comm, options, ownership, data.node_ids, fields, relations, num_classes=classes,
@@ -162,13 +158,3 @@ def _relation(
         last_node=last_node,
         weights=next((name for name in names if name in data.edge_fields[edge_type]), None),
     )
-
-
-def _num_classes(comm: Ranks, node_type: NodeType, fields: OwnFields) -> int:
-    """The number of classes in the labels of all ranks. Collective, so that no getter needs to communicate later."""
-    y = fields["y"]
-    if y.is_floating_point():
-        return y.size(-1) if y.dim() > 1 else 1
-    largest = torch.tensor([int(y.max()) if y.numel() else -1])
-    label = f"load: number of classes of {node_type!r}"
-    return int(comm.all_reduce(largest.to(comm.device), "max", label=label)) + 1

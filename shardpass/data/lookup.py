@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardpass.core.graphs import one_type
 from shardpass.data.names import column_of, find_names
 from shardpass.data.raw import NodeType
 from shardpass.data.store import Store, open_store
@@ -39,7 +40,7 @@ def node_names(
         ValueError: when an id is out of range, or the node type is missing or unknown.
     """
     store = open_store(path)
-    kind = _type_of(store, node_type)
+    kind = one_type(node_type, store.manifest.node_types)
     count = store.manifest.num_nodes[kind]
     given = torch.arange(count) if node_ids is None else torch.as_tensor(node_ids).detach().cpu()
     if given.numel() and (given.dtype is torch.bool or given.is_floating_point() or given.is_complex()):
@@ -68,7 +69,7 @@ def find_nodes(path: str | os.PathLike[str], names: Any, node_type: NodeType | N
         StoreError: as `node_names`.
     """
     store = open_store(path)
-    kind = _type_of(store, node_type)
+    kind = one_type(node_type, store.manifest.node_types)
     known = store.names(kind)
     if known is None:
         raise ValueError(f"the nodes of {store.path} have no names; their original ids are 0, 1, 2, ...")
@@ -101,7 +102,7 @@ class StoreTables:
             node_type: of the nodes, in a graph of several types.
         """
         arrow, parquet = _arrow()
-        names = self.store.names(_type_of(self.store, node_type))
+        names = self.store.names(one_type(node_type, self.store.manifest.node_types))
         step = max(1, _BLOCK_BYTES // max(8, rows[:1].nbytes))
         kind = arrow.int64() if names is None else names.block(0, 0).type
         kind = arrow.string() if kind == arrow.large_string() else kind
@@ -127,12 +128,3 @@ def _lists(rows: np.ndarray) -> Any:
     for width in reversed(rows.shape[1:]):
         found = arrow.FixedSizeListArray.from_arrays(found, width)
     return found
-
-
-def _type_of(store: Store, node_type: NodeType | None) -> NodeType:
-    kinds = store.manifest.node_types
-    if node_type is None and len(kinds) == 1:
-        return kinds[0]
-    if node_type not in kinds:
-        raise ValueError(f"node_type={node_type!r}; expected one of the types of this graph: {kinds}")
-    return node_type

@@ -17,8 +17,11 @@ from shardpass.core.ranks import (
     agree,
     checksum,
     digest,
+    gather_or_fail,
     ordinary_tensors,
+    require_options,
     require_ranks,
+    require_same,
     tensor_digest,
 )
 from shardpass.core.sharding import HOST, NODE, NodeType
@@ -28,7 +31,6 @@ from shardpass.data.in_memory import Owners, Structure, structure_of
 from shardpass.data.raw import RawGraph
 from shardpass.data.readers.dispatch import read
 from shardpass.data.rows import Field
-from shardpass.errors import DivergenceError
 
 By = Literal["range", "space"]
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -62,12 +64,11 @@ def shard(
     Raises:
         ValueError, TypeError: what is wrong with the data or the parts, on every rank.
         DivergenceError: ranks gave different data, parts or options.
+        PeerFailure: another rank cannot read its data.
     """
     is_alone, comm = comm is None, this_process() if comm is None else comm
     require_ranks(comm, "shard(data, comm)")
-    options = Options() if options is None else options
-    if not isinstance(options, Options):
-        raise TypeError(f"shard(options=): expected shardpass.Options(...), but got {type(options).__name__}")
+    options = require_options(options, "shard(data, comm, options=)")
     with ordinary_tensors(), comm.out_of_turn():
         return _sharded(data, comm, parts, by, options, drop, is_alone)
 
@@ -223,41 +224,28 @@ def _codes(comm: Ranks, options: Options, given: _Given) -> list[list[int]]:
 
 def _refuse_unlike(comm: Ranks, options: Options, given: _Given, codes: list[list[int]]) -> None:
     """Raise unless every rank was given the same, and it is sound. Collective where it is not."""
-    are_alike = all(code == codes[0] for code in codes)
-    if not are_alike:
+    if any(code != codes[0] for code in codes):
         mine = {} if given.raw is None else _digests(given, options)
-        told = comm.all_gather_object((given.problem and str(given.problem), mine), "shard: what differs")
+        every = gather_or_fail(comm, "shard: what differs", mine, given.problem, "could not read its data")
+        names = dict.fromkeys(name for found in every for name in found)
+        require_same(every, names, "shard", ". Load the data alike on every rank, and seed what is drawn")
     if given.problem is not None:
         raise given.problem
-    if are_alike:
-        return
-    for rank, (problem, theirs) in enumerate(told):
-        if problem is not None:
-            raise DivergenceError(
-                f"shard: rank {rank} cannot read its data, which every rank must give alike: {problem}"
-            )
-        first = told[0][1]
-        differ = [name for name in {**theirs, **first} if theirs.get(name) != first.get(name)]
-        if differ:
-            raise DivergenceError(
-                f"shard: every rank must give the same data, parts and options, but rank {rank} and rank 0 differ in "
-                f"{', '.join(differ)}. Load the data alike on every rank, and seed what is drawn"
-            )
 
 
 def _digests(given: _Given, options: Options) -> dict[str, str]:
     """What tells different graphs apart, by words for it. Edges that are known are alike."""
     raw = given.raw
     assert raw is not None
-    found = {"options": repr(options), "the numbers of nodes": repr(raw.num_nodes), "edge types": repr([*raw.edges])}
-    found |= {f"the parts of {kind!r}": "" if owner is None else _digest(owner) for kind, owner in given.owners.items()}
+    found = {"options": repr(options), "numbers of nodes": repr(raw.num_nodes), "edge types": repr([*raw.edges])}
+    found |= {f"parts of {kind!r}": "" if owner is None else _digest(owner) for kind, owner in given.owners.items()}
     for kind, ends in raw.edges.items() if given.known is None else ():
-        found[f"the edges of {kind}"] = f"{_digest(ends.src)} {_digest(ends.dst)}"
+        found[f"edges of {kind}"] = f"{_digest(ends.src)} {_digest(ends.dst)}"
     for kinds in (raw.node_fields, raw.edge_fields):
         for owner_kind, fields in kinds.items():
             for name, rows in fields.items():
                 found[f"field {name!r} of {owner_kind!r}"] = f"{rows.dtype} {[*rows.shape]} {_content(rows)}"
-    found["the fields of the graph"] = repr(raw.graph_fields)
+    found["fields of the graph"] = repr(raw.graph_fields)
     return found
 
 

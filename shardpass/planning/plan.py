@@ -27,6 +27,7 @@ from shardpass.core.ranks import (
     require_callable,
     require_count,
     require_model,
+    require_options,
     require_ranks,
 )
 from shardpass.core.training import cross_entropy
@@ -203,8 +204,7 @@ def _check_arguments(model: Any, ranks: Any, modes: Any, options: Any, frontend:
         raise ValueError(f"plan: `frontend` is {frontend!r}, but it must be 'pyg' or 'dgl'")
     if not isinstance(ranks, Iterable) or not isinstance(modes, Iterable):
         raise TypeError("plan: `ranks` and `modes` must be lists, such as ranks=[1, 4] and modes=['sar']")
-    if not isinstance(options, Options):
-        raise TypeError(f"plan: `options` must be shardpass.Options(...), but got {type(options).__name__}")
+    require_options(options, _CALL)
     if comm is not None:
         require_ranks(comm, "plan(model, graph, comm=)")
 

@@ -14,7 +14,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import GATConv
 
 import shardpass as sp
-from shardpass.errors import DivergenceError
+from shardpass.errors import DivergenceError, PeerFailure
 from shardpass.testing import awkward_graph, run
 
 WHOLE = awkward_graph()
@@ -168,19 +168,22 @@ BAD: dict[str, tuple[Callable[[int], dict[str, Any]], type[Exception], str]] = {
     "a list of graphs": (lambda _: {"data": [graph_of(), graph_of()]}, TypeError, "joins several"),
     "other edges on a rank": (
         lambda rank: {"data": graph_of(edge_index=(WHOLE.edge_index + (rank == 1)) % N)}, DivergenceError,
-        "rank 1 and rank 0 differ in the edges",
+        "must shard the same edges of .*: rank 0 has .* rank 1 has",
     ),
     "other features on a rank": (
-        lambda rank: {"data": graph_of(x=WHOLE.node["x"] + (rank == 2))}, DivergenceError, "differ in field 'x'",
+        lambda rank: {"data": graph_of(x=WHOLE.node["x"] + (rank == 2))}, DivergenceError,
+        "the same field 'x' of .* rank 2 has",
     ),
     "other parts on a rank": (
-        lambda rank: {"parts": torch.full((N,), int(rank == 1))}, DivergenceError, "differ in the parts of 'node'",
+        lambda rank: {"parts": torch.full((N,), int(rank == 1))}, DivergenceError, "the same parts of 'node'",
     ),
     "other options on a rank": (
-        lambda rank: {"options": sp.Options(mode="sar" if rank else "keep")}, DivergenceError, "differ in options",
+        lambda rank: {"options": sp.Options(mode="sar" if rank else "keep")}, DivergenceError,
+        "the same options: rank 0 has .*keep.* rank 1 has .*sar",
     ),
     "unsound data on one rank": (
-        lambda rank: {"data": graph_of(x=WHOLE.node["x"][: N - (rank == 1)])}, (DivergenceError, ValueError), "",
+        lambda rank: {"data": graph_of(x=WHOLE.node["x"][: N - (rank == 1)])}, (PeerFailure, ValueError),
+        "field 'y' of the shape .* neither per node",
     ),
 }  # fmt: skip
 

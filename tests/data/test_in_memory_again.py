@@ -94,7 +94,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no positions on one rank": (lambda: sp.shard(small(), by="space"), ValueError, "the field pos"),
     "parts by words": (lambda: sp.shard(small(), parts="metis"), TypeError, "are a str; expected integers"),
     "parts of None": (lambda: sp.shard(small(), parts=[None] * 5), TypeError, "are a list; expected integers"),
-    "options by name": (lambda: sp.shard(small(), options="sar"), TypeError, "expected shardpass.Options"),
+    "options by name": (lambda: sp.shard(small(), options="sar"), TypeError, "must be shardpass.Options"),
 }  # fmt: skip
 
 

@@ -11,9 +11,11 @@ from typing import Any
 from torch import Tensor
 
 import shardpass as sp
-from shardpass.testing import WholeGraph, shard_in_memory
+from shardpass.testing import WholeGraph, WholeHeteroGraph
 
-Job = Callable[[sp.Communicator, sp.ShardedGraph], Any]
+from .on_ranks import share
+
+Job = Callable[[Any, Any], Any]
 
 
 class Team:
@@ -22,7 +24,7 @@ class Team:
     A job that leaves ranks in different calls ends the team; the next job has a new one.
     """
 
-    def __init__(self, graph: WholeGraph, owners: Tensor, ranks: int) -> None:
+    def __init__(self, graph: WholeGraph | WholeHeteroGraph, owners: Tensor | dict[str, Tensor], ranks: int) -> None:
         self.graph, self.owners, self.ranks = graph, owners, ranks
         self._jobs: list[queue.Queue[Job | None]] = []
         self._done: queue.Queue[tuple[int, Any, bool]] = queue.Queue()
@@ -49,7 +51,7 @@ class Team:
             sp.spawn(self._serve, self.ranks, args=(jobs,), timeout=60)
 
     def _serve(self, comm: sp.Communicator, jobs: list[queue.Queue[Job | None]]) -> None:
-        graph = shard_in_memory(self.graph, self.owners, comm)
+        graph = share(self.graph, comm, self.owners)
         while (job := self._next(comm, jobs)) is not None:
             result, is_intact = None, True
             try:

@@ -65,15 +65,6 @@ def test_private_members_and_unknown_ones_raise():
             getattr(g, name)
 
 
-def test_a_block_has_no_node_data_in_one():
-    block = one_rank().mfgs(torch.arange(3), 1)[0]
-    for name in ("ndata", "nodes"):
-        with pytest.raises(ClosedMemberError, match=r"use src(data|nodes) or"):
-            getattr(block, name)
-    with pytest.raises(ClosedMemberError, match="mfgs"):
-        block.mfgs(torch.arange(3), 1)
-
-
 def _to_heterogeneous(g):
     g.ndata[dgl.NTYPE] = torch.zeros(g.num_nodes(), dtype=torch.int64)
     g.edata[dgl.ETYPE] = torch.zeros(g.num_edges(), dtype=torch.int64)

@@ -3,7 +3,6 @@
 import copy
 import importlib
 import inspect
-import pickle
 import pkgutil
 
 import pytest
@@ -215,30 +214,7 @@ def test_a_copy_of_a_wrapped_model_is_one_of_its_own(comm):
         other.weight.mul_(2)
         other.bias.mul_(2)
     torch.testing.assert_close(other(graph, graph.node["x"]), out * 2)
-    with pytest.raises(TypeError, match="state_dict"):
-        pickle.dumps(model)
     assert torch.equal(model(graph, graph.node["x"]), out)
-
-
-@on_ranks(3)
-def test_an_ordinary_graph_is_refused(comm):
-    model = sp.dgl.wrap(dnn.GraphConv(5, 3, **ZERO), comm)
-    whole = dgl.graph(([0, 1], [1, 2]))
-    with pytest.raises(RefusedError, match="ordinary DGLGraph"):
-        model(whole, torch.rand(3, 5))
-    with pytest.raises(RefusedError, match="ordinary DGLGraph"):
-        model([whole], torch.rand(3, 5))
-
-
-def test_models_that_cannot_be_wrapped():
-    comm = sp.connect("local")
-    with pytest.raises(RefusedError, match="no shape yet"):
-        sp.dgl.wrap(nn.LazyLinear(3), comm)
-    with pytest.raises(RefusedError, match="averages gradients"):
-        sp.dgl.wrap(nn.DataParallel(nn.Linear(2, 2)), comm)
-    with pytest.raises(RefusedError, match=r"^GroupRevRes \(at 'layer'\)"):
-        inner = dnn.GINConv(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
-        sp.dgl.wrap(nn.ModuleDict({"layer": dnn.GroupRevRes(inner, 2)}), comm)
 
 
 @on_ranks(3)

@@ -80,15 +80,6 @@ def test_what_does_not_is_refused(comm, name):
         gradients(Task(comm), REFUSED[name])
 
 
-@on_ranks(3)
-def test_a_graph_of_its_own_is_refused(comm):
-    task = Task(comm)
-    pairs = dgl.graph(([0, 1], [2, 3]), num_nodes=task.g.num_nodes())
-    pairs.ndata["h"] = task.g.ndata["h"]
-    with pytest.raises(RefusedError, match="DGL reads rows by the numbers"):
-        pairs.apply_edges(fn.u_dot_v("h", "h", "score"))
-
-
 PAIRED = awkward_graph()
 PAIRS = torch.randint(0, PAIRED.num_nodes, (2, 30), generator=torch.Generator().manual_seed(0))
 

@@ -19,11 +19,11 @@ import numpy as np
 from torch import nn
 
 import shardpass as sp
-from shardpass.testing import WholeGraph, run, shard_in_memory
+from shardpass.testing import WholeGraph, shard_in_memory
 
 from .dgl_parity import float64, whole_graph  # noqa: F401
 from .how_much import one_each
-from .on_ranks import RANKS, assert_refused, assert_rows, on_ranks
+from .on_ranks import RANKS, assert_refused, assert_rows
 
 N, STEPS = 24, (1, 5, 7)
 
@@ -284,16 +284,3 @@ GIVEN = {
 def test_functions_of_dgl_are_named_with_a_reason(name):
     given = GIVEN.get(name, ())
     assert_refused(lambda comm: getattr(dgl, name)(sp.dgl.graph(share(comm)), *given), f"`{name}` of DGL", WORDS[name])
-
-
-@pytest.mark.parametrize("name", ["add_self_loop", "reverse", "metapath_reachable_graph"])
-def test_transforms_of_what_load_returned_say_when_to_apply_them(name):
-    with pytest.raises(AttributeError, match=r"a transform of DGL is given the graph .* before you partition it"):
-        run(lambda comm: getattr(dgl, name)(share(comm), *GIVEN.get(name, ())), 1)
-
-
-@on_ranks(3)
-def test_widths_that_differ_are_said_of_the_embedding(comm):
-    with pytest.raises(ValueError, match=r"the models differ: 0.weight: float64, rows of own nodes of shape \[4\]"):
-        graph = share(comm)
-        return sp.dgl.wrap(nn.ModuleList([sp.NodeEmbedding(graph, 4 + comm.rank)]), comm)

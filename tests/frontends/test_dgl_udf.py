@@ -7,7 +7,6 @@ import torch
 
 pytest.importorskip("dgl")
 
-import dgl
 import dgl.function as fn
 from torch import nn
 
@@ -15,10 +14,10 @@ import shardpass as sp
 from shardpass.errors import RefusedError
 from shardpass.testing import WholeGraph, run, shard_in_memory
 
-from .dgl_parity import GRAPH, assert_dgl_exact, edges, float64, onto_nodes  # noqa: F401
+from .dgl_parity import GRAPH, assert_dgl_exact, float64, onto_nodes  # noqa: F401
 from .how_much import EACH_MODE_ONCE, in_turn
 from .on_ranks import on_ranks
-from .test_dgl_graph import of, sharded, spread
+from .test_dgl_graph import of, sharded
 
 SUM = fn.sum("m", "out")
 
@@ -232,51 +231,6 @@ def test_only_the_fields_that_are_read_are_fetched():
     assert sent(lambda e: e.src["unread"], 300) > wide + 300 * 8
     everything = sent(lambda e: e.dst["unread"], 300)
     assert everything < narrow + 1000, "destinations are here"
-
-
-def test_a_message_that_needs_other_edges_is_refused():
-    def refused(function, match, reduce=SUM):
-        def work(g, comm):
-            g.ndata["x"] = torch.rand(g.num_nodes(), 4)
-            g.update_all(function, reduce)
-
-        with pytest.raises((RefusedError, dgl.DGLError, KeyError), match=match):
-            sharded(work)
-
-    refused(lambda e: {"m": e.src["x"] - e.src["x"].mean(0)}, "messages are computed in pieces")
-    refused(lambda e: {"m": e.src["x"] * (1 + (e.src["x"][:, :1] > 0.5).sum())}, "messages are computed in pieces")
-    refused(lambda e: {"m": e.src["x"] / e.batch_size()}, "messages are computed in pieces")
-    refused(lambda e: {"m": e.src["x"] * e.edges()[0].unsqueeze(1)}, "edges")
-    refused(lambda e: {"m": e.src["x"].sum(0)}, "row for each")
-    refused(lambda e: {"m": 1.0}, "row for each")
-    refused(lambda e: e.src["x"], "dict")
-    refused(lambda e: {"m": e.src["y"]}, "y")
-    refused(lambda e: {"other": e.src["x"]}, "'m'")
-    refused(lambda e: {"m": e.src["x"]}, "ids", lambda n: {"out": n.mailbox["m"].sum(1) * n.nodes().view(-1, 1)})
-
-
-@on_ranks(3)
-def test_sorted_edges_are_not_taken_for_granted(comm):
-    """A user's TypedLinear that trusts the order of all edges is refused, since a part is ordered otherwise."""
-
-    class Trusting(dgl.nn.TypedLinear):
-        pass
-
-    g = spread(comm)
-    with pytest.raises(RefusedError, match="messages are computed in pieces"):
-        lin = Trusting(5, 3, 3)
-        g.edata["kind"] = edges(torch.arange(300) * 3 // 220, g)
-        g.update_all(lambda e: {"m": lin(e.src["x"], e.data["kind"], sorted_by_type=True)}, SUM)
-
-
-@on_ranks(3)
-def test_double_backward_is_refused(comm):
-    g = spread(comm)
-    with pytest.raises(RuntimeError, match=r"create_graph"):
-        x = g.ndata["x"].clone().requires_grad_()
-        g.ndata["h"] = x
-        g.update_all(lambda e: {"m": e.src["h"] ** 2}, SUM)
-        torch.autograd.grad(g.ndata["out"].sum(), x, create_graph=True)
 
 
 @on_ranks(1)

@@ -8,16 +8,14 @@ import torch
 pytest.importorskip("torch_geometric")
 
 import torch_geometric.nn as gnn
-from torch_geometric.nn.attention import PerformerAttention, PolynormerAttention, QFormer, SGFormerAttention
+from torch_geometric.nn.attention import PerformerAttention, PolynormerAttention, SGFormerAttention
 from torch_geometric.nn.models import Polynormer, SGFormer
 
 import shardpass as sp
-from shardpass.errors import RefusedError
 from shardpass.frontends.pyg import modules
 from shardpass.testing import assignments, run, shard_in_memory
 
 from .how_much import ONE_PART_EMPTY, ONE_TO_FOUR, assert_exact_in, some_by_default
-from .on_ranks import on_ranks
 from .pyg_cases import GRAPH
 
 N = GRAPH.num_nodes
@@ -130,36 +128,9 @@ def test_every_attention_of_the_table_is_tested():
     assert tested >= modules.ATTENTION
 
 
-def test_attention_over_all_pairs_is_refused_unless_asked_for():
-    with pytest.raises(RefusedError, match=r"GPSConv cannot be exact .* shardpass\.pyg\.gather_attention\(model\)"):
-        sp.pyg.wrap(gps(), sp.connect("local"))
+def test_attention_over_all_pairs_is_exact_if_asked_for():
     wrapped = sp.pyg.wrap(sp.pyg.gather_attention(gps()), sp.connect("local"))
     assert isinstance(wrapped, gnn.GPSConv) and list(wrapped.state_dict()) == list(gps().state_dict())
-
-
-class OwnGPS(gnn.GPSConv):
-    """A layer of the user's own."""
-
-
-class OwnAttention(torch.nn.MultiheadAttention):
-    """An attention of the user's own."""
-
-
-def test_classes_derived_from_attention_are_refused():
-    replaced = sp.pyg.gather_attention(gps())
-    replaced.attn = OwnAttention(6, 2)
-    for model in (sp.pyg.gather_attention(OwnGPS(6, None, heads=2)), replaced):
-        with pytest.raises(RefusedError, match="not classes derived from them"):
-            sp.pyg.wrap(model, sp.connect("local"))
-    with pytest.raises(RefusedError, match="QFormer"):
-        sp.pyg.wrap(QFormer(8, 8, 8, 1, 1), sp.connect("local"))
-
-
-@on_ranks(2)
-def test_several_graphs_are_refused(comm):
-    attention = sp.pyg.wrap(SGFormerAttention(5, 1, 8), comm)
-    with pytest.raises(RefusedError, match=r"takes own rows as \[1, num_own, channels\]"):
-        attention(torch.randn(2, 3, 5))
 
 
 def test_a_new_projection_is_the_same_on_every_rank():

@@ -226,5 +226,3 @@ def test_two_stores_that_number_nodes_differently_are_refused(comm, stores):
 def test_a_graph_moves_to_the_device_where_it_is():
     graph = share(GRAPH, sp.connect("local"))
     assert graph.to("cpu") is graph and graph.to(torch.device("cpu"), non_blocking=True) is graph
-    with pytest.raises(RefusedError, match=r"cannot be moved to meta. Say where before it is loaded"):
-        graph.to("meta")

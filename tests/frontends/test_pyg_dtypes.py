@@ -14,7 +14,7 @@ from torch_geometric.utils import softmax
 import shardpass as sp
 from shardpass.core.training import mean
 from shardpass.errors import RefusedError
-from shardpass.testing import assignments, cotangent, run, shard_in_memory
+from shardpass.testing import assert_exact, assignments, cotangent, run, shard_in_memory
 
 from .how_much import assert_case_exact, in_turn, one_each
 from .pyg_cases import GRAPH
@@ -70,6 +70,23 @@ def test_sums_over_all_nodes_and_what_is_refused():
 
 RUNS = []  # edges of each run of a message function
 OWNERS = {ranks: assignments(GRAPH.num_nodes, ranks, GRAPH.edge_index)["random"] for ranks in (1, 3)}
+
+
+class ThroughComplex(nn.Module):
+    """Complex numbers are rows as others are."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.lin = gnn.SimpleConv(), nn.Linear(5, 5)
+
+    def forward(self, x, edge_index):
+        h = self.conv(torch.complex(self.lin(x), x), edge_index)
+        return h.abs() + torch.view_as_real(h).sum(-1) + torch.fft.fft(x, dim=1).real
+
+
+def test_complex_rows_are_rows():
+    owners = {"random": OWNERS[3]}  # torch has no Fourier transform of no rows
+    assert_exact(ThroughComplex().double(), GRAPH, lambda m, i, g: m(i["x"], g), sp.pyg.wrap, ranks=3, owners=owners)
 
 
 class Dot(gnn.MessagePassing):

@@ -152,11 +152,6 @@ def test_dropout_is_followed_and_draws_the_same() -> None:
     run(work, 2)
 
 
-def test_another_choice_is_refused() -> None:
-    with pytest.raises(ValueError, match="checkpoint must be None or 'activations', found 'all'"):
-        run(lambda comm: sp.pyg.wrap(GCN(6, 8, 2), comm, checkpoint="all"), 1)  # type: ignore[arg-type]
-
-
 def trained_offloading(comm, kind, options, directory):
     whole = awkward_graph()
     owners = assignments(whole.num_nodes, comm.size, whole.edge_index)["random"]

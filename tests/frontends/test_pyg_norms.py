@@ -13,7 +13,7 @@ import torch_geometric.nn as gnn
 
 import shardpass as sp
 from shardpass.core.graphs.batch_index import BatchIndex
-from shardpass.errors import NeedsHaloError, RefusedError, ShardpassError
+from shardpass.errors import RefusedError, ShardpassError
 from shardpass.frontends.pyg.norms import DISTRIBUTED
 from shardpass.testing import assignments, run, shard_in_memory
 
@@ -239,68 +239,12 @@ def test_a_mixture_of_dtypes_gives_what_pyg_gives():
     assert gnn.GraphNorm(5)(torch.randn(6, 5).to(torch.bfloat16)).dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((torch.arange(4) // 2,), "is not graph.batch"),
-        ((torch.zeros(4, dtype=torch.long), 3), "is not graph.batch"),
-    ],
-)
-@on_ranks(2)
-def test_several_graphs_are_refused(comm, arguments, words):
-    with pytest.raises(RefusedError, match=f"^GraphNorm: .*{words}"):
-        sp.pyg.wrap(gnn.GraphNorm(5), comm)(torch.randn(4, 5), *arguments)
-
-
-@on_ranks(2)
-def test_the_layer_norm_of_pyg_inside_a_message_is_told_what_it_does_by_default(comm):
-    """``MLP(norm="layer_norm")`` in a mesh model: PyG's default takes the whole graph, which hardly anybody means."""
-
-    class Layer(gnn.MessagePassing):
-        def __init__(self):
-            super().__init__()
-            self.mlp = gnn.MLP([10, 5, 5], norm="layer_norm")
-
-        def forward(self, x, edge_index):
-            return self.propagate(edge_index, x=x)
-
-        def message(self, x_i, x_j):
-            return self.mlp(torch.cat([x_i, x_j], dim=1))
-
-    graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm)
-    with pytest.raises(NeedsHaloError, match=r"LayerNorm over the graph \(PyG's default; mode='node' takes .*halo"):
-        sp.pyg.wrap(Layer().double(), comm)(graph.x, graph)
-
-
 @on_ranks(2)
 def test_zeros_are_the_batch_of_one_graph(comm):
     norm = sp.pyg.wrap(gnn.LayerNorm(5), comm)
     x = torch.randn(4, 5)
     ordinary, stand_in = norm(x, torch.zeros(4, dtype=torch.long)), norm(x, BatchIndex.of(4, comm))
     assert torch.equal(ordinary, stand_in)
-
-
-@on_ranks(2)
-def test_three_dimensions_are_refused(comm):
-    with pytest.raises(RefusedError, match="flatten first"):
-        sp.pyg.wrap(gnn.PairNorm(), comm)(torch.randn(4, 2, 5))
-
-
-class OwnGraphNorm(gnn.GraphNorm):
-    """A norm of the user's own."""
-
-
-class OwnBatchNorm(torch.nn.BatchNorm1d):
-    """A batch norm of the user's own."""
-
-
-NORMS = [OwnGraphNorm(5), OwnBatchNorm(5), torch.nn.InstanceNorm1d(5, track_running_stats=True)]
-
-
-@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: type(norm).__name__)
-def test_norms_that_would_use_own_rows_only_are_refused(norm):
-    with pytest.raises(RefusedError, match="its statistics run over all nodes"):
-        sp.pyg.wrap(torch.nn.Sequential(norm), sp.connect("local"))
 
 
 def test_a_single_node_on_all_ranks():
@@ -333,13 +277,6 @@ class InMessage(gnn.MessagePassing):
 
     def message(self, x_j):
         return self.norm(x_j)
-
-
-@on_ranks(1, 2)
-def test_a_norm_inside_a_message_is_never_one_of_a_piece(comm):
-    graph = share(GRAPH, comm)
-    with pytest.raises(RefusedError, match="mode='halo'"):
-        sp.pyg.wrap(InMessage().double(), comm)(graph.x, graph)
 
 
 @pytest.mark.parametrize("ranks", ONE_TO_FOUR)

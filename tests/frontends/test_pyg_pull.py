@@ -273,8 +273,3 @@ def test_the_structure_is_there_once(comm):
             _, mine = out_edges.of(graph.relation.plan, shards, "")
             assert all(s.src_rows.dtype == s.indptr.dtype == torch.int32 for s in mine.shards)
     assert kept == [(True, False), (False, True)]
-
-
-def test_other_ways_are_refused():
-    with pytest.raises(ValueError, match=r"backward is one of auto, push, pull, got 'both'"):
-        sp.Options(backward="both")

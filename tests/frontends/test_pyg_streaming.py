@@ -21,11 +21,9 @@ from shardpass.core.aggregation import call, rerun
 from shardpass.core.kernels import cpu, fused, heads
 from shardpass.core.sharding import host_copies, shard, streamed_shards, transposes
 from shardpass.core.tracing import probing, rowwise
-from shardpass.errors import RefusedError
 from shardpass.testing import assignments, awkward_graph, run, shard_in_memory
 
 from .how_much import one_each
-from .on_ranks import share
 
 MOVES = ("aten::copy_", "aten::_to_copy", "aten::detach", "aten::alias")
 
@@ -187,26 +185,3 @@ def test_few_shards_are_on_the_device_at_once(modules, tensors, monkeypatch):
     options = sp.Options(stream_structure=True, block_rows=1)
     run(step, 3, args=("SAGE", options, None))
     assert max(most) <= 3 * 3 * tensors < len(most)  # ranks, shards, and the tensors of each
-
-
-@pytest.mark.parametrize("wrong", [{"mode": "halo"}, {"mode": "auto", "memory_budget": 1e9}, {"backward": "pull"}])
-def test_what_makes_no_sense_is_refused(wrong):
-    with pytest.raises(ValueError, match="stream_structure is for the modes sar and keep"):
-        sp.Options(stream_structure=True, **wrong)
-
-
-def refused(comm, what):
-    whole = awkward_graph()
-    graph = share(whole, comm, stream_structure=True)
-    if what == "layers":
-        return graph.layers(torch.ones(graph.num_own_nodes, dtype=torch.bool), 2)
-    if what == "dgl":
-        return pytest.importorskip("dgl") and sp.dgl.graph(graph)
-    model = sp.pyg.wrap(SAGEConv(5, 8, flow="target_to_source").double(), comm, check=False)
-    return model(graph.x, graph)
-
-
-@pytest.mark.parametrize("what", ["layers", "dgl", "reversed"])
-def test_what_is_not_streamed_is_refused(what):
-    with pytest.raises((ValueError, RefusedError), match="stream_structure=True"):
-        run(refused, 2, args=(what,))

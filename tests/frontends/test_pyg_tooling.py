@@ -2,11 +2,9 @@
 
 import copy
 import io
-import pickle
 import re
 import subprocess
 import sys
-import warnings
 from functools import partial
 
 import pytest
@@ -17,7 +15,6 @@ pytest.importorskip("torch_geometric")
 import torch_geometric.nn as gnn
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch_geometric.explain import Explainer, GNNExplainer
 
 import shardpass as sp
 from shardpass.errors import RefusedError
@@ -148,13 +145,6 @@ def test_state_travels_between_wrapped_and_unwrapped_models(comm):
     torch.testing.assert_close(out, expected[ids])
 
 
-def test_a_wrapped_model_is_not_pickled_and_says_what_to_do():
-    model = sp.pyg.wrap(made(), sp.connect("local"))
-    for save in (pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
-        with pytest.raises(TypeError, match=r"save model.state_dict\(\) \(or shardpass.save_checkpoint\)"):
-            save(model)
-
-
 # precision and modes of autograd
 
 
@@ -196,22 +186,6 @@ def test_compiled_dense_parts_before_and_after_wrap():
         out.sum().backward()
         torch.testing.assert_close(out, whole[graph.node_ids])
         assert all(p.grad is not None for p in model.parameters())
-
-
-def test_a_model_that_was_compiled_is_refused_in_words():
-    with pytest.raises(RefusedError, match="wrap the model first, then compile it"):
-        sp.pyg.wrap(compiled(made()), sp.connect("local"))
-
-
-def test_script_and_trace_are_refused_in_words():
-    comm = sp.connect("local")
-    graph = shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.int64), comm)
-    model = sp.pyg.wrap(made(), comm)
-    with pytest.raises(RefusedError, match="cannot be scripted or traced"):
-        torch.jit.script(model)
-    with warnings.catch_warnings(), pytest.raises(RefusedError, match="cannot be scripted or traced"):
-        warnings.simplefilter("ignore")
-        torch.jit.trace(model, (graph.x, graph.edge_index))
 
 
 # hooks
@@ -305,16 +279,3 @@ def test_explanations_are_refused_and_leave_the_model_as_it_was(comm):
         model(graph.x, graph)
     model.last.explain = False  # PyG puts its own propagate back
     assert torch.equal(model(graph.x, graph), before)
-
-
-@pytest.mark.parametrize("edge_mask_type", ["object", None])
-def test_the_explainer_is_refused_by_name(edge_mask_type):
-    comm = sp.connect("local")
-    graph = shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.int64), comm)
-    explainer = Explainer(
-        sp.pyg.wrap(made(), comm), GNNExplainer(epochs=1), explanation_type="model", node_mask_type="attributes",
-        edge_mask_type=edge_mask_type,
-        model_config={"mode": "multiclass_classification", "task_level": "node", "return_type": "raw"},
-    )  # fmt: skip
-    with pytest.raises(RefusedError, match="explanations are not supported on a sharded graph"):
-        explainer(graph.x, graph.edge_index)

@@ -110,15 +110,6 @@ def test_models_of_whole_neighbourhoods_run_as_halo(store):
     assert {options.mode for options in decided(store, auto("1GiB"), Median)} == {"halo"}
 
 
-def test_mode_and_budget_go_together():
-    with pytest.raises(ValueError, match="go together"):
-        sp.Options(mode="auto")
-    with pytest.raises(ValueError, match="go together"):
-        sp.Options(memory_budget="6GiB")
-    with pytest.raises(ValueError, match="expected a number of bytes"):
-        auto("plenty")
-
-
 def test_auto_takes_dgl_models(store):
     conv = pytest.importorskip("dgl.nn")
 

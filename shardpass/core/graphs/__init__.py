@@ -12,7 +12,7 @@ from shardpass.core.graphs.edge_index import ShardedEdgeIndex
 from shardpass.core.graphs.embedding import NodeEmbedding, OwnRows, node_embeddings
 from shardpass.core.graphs.gather import gather
 from shardpass.core.graphs.given import LoadedGraphs, as_given, mark_fields
-from shardpass.core.graphs.graph import ShardedGraph
+from shardpass.core.graphs.graph import ShardedGraph, one_type, require_graph
 from shardpass.core.graphs.hetero_graph import ShardedHeteroGraph
 from shardpass.core.graphs.last_node import row_of_last
 from shardpass.core.graphs.node_ids import NodeIds, node_ids
@@ -47,11 +47,13 @@ __all__ = [
     "mark_fields",
     "node_embeddings",
     "node_ids",
+    "one_type",
     "reduce_rows",
     "refuse_original_order",
     "refuse_two_numberings",
     "relation_of",
     "require_device",
+    "require_graph",
     "reversed_edges",
     "row_of_last",
     "rows",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardpass.core.graphs.graph import ShardedGraph
+from shardpass.core.graphs.graph import ShardedGraph, one_type, require_graph
 from shardpass.core.ranks import derive_seed, require_count
 from shardpass.core.sharding import NodeType
 
@@ -43,16 +43,9 @@ class NodeEmbedding(nn.Module):
         self, graph: ShardedGraph, dim: int, node_type: NodeType | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        if not isinstance(graph, ShardedGraph):
-            raise TypeError(
-                f"NodeEmbedding(graph, dim): `graph` must be what shardpass.load returned, but got "
-                f"{type(graph).__name__}: the table takes the number of nodes from the graph"
-            )
+        require_graph(graph, "NodeEmbedding(graph, dim)")
         dim = require_count(dim, "channels", "NodeEmbedding(graph, dim)", 1, _MOST_CHANNELS)
-        types = graph.node_types
-        kind = types[0] if node_type is None and len(types) == 1 else node_type
-        if kind is None or kind not in types:
-            raise ValueError(f"NodeEmbedding: node_type is one of {types}, got {node_type!r}")
+        kind = one_type(node_type, graph.node_types)
         self.node_type: NodeType = kind
         self.total_nodes = graph.ownership[self.node_type].num_total
         ids = graph.node_ids_dict[self.node_type]

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardpass.core.graphs.graph import ShardedGraph
+from shardpass.core.graphs.graph import ShardedGraph, require_graph
 from shardpass.core.ranks import fail_together, require_path, require_tensor, takes_followed, tells_of_full_disk
 from shardpass.core.sharding import NodeType
 from shardpass.errors import MissingDependencyError
@@ -36,10 +36,7 @@ def gather(
         ValueError: another number of rows, a node type that is missing or unknown, or a path of another kind of file.
         MissingDependencyError: pyarrow is needed to write a table.
     """
-    if not isinstance(graph, ShardedGraph):
-        raise TypeError(
-            f"gather(graph, rows): `graph` must be what shardpass.load returned, but got {type(graph).__name__}"
-        )
+    require_graph(graph, "gather(graph, rows)")
     require_tensor(rows, "rows", "gather(graph, rows)")
     path = None if path is None else require_path(path, "gather(graph, rows, path=)")
     ids, total = graph.ids_of(node_type)

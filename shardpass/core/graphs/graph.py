@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -356,10 +356,7 @@ class ShardedGraph:
 
     def ids_of(self, node_type: NodeType | None = None) -> tuple[Tensor, int]:
         """Original ids of own nodes of a type (None: the only one), and how many nodes the whole graph has of it."""
-        if node_type is None and len(self.ownership) == 1:
-            node_type = next(iter(self.ownership))
-        if node_type not in self.ownership:
-            raise ValueError(f"node_type={node_type!r}; expected one of the types of this graph: {self.node_types}")
+        node_type = one_type(node_type, self.node_types)
         return self._node_ids[node_type], self.ownership[node_type].num_total
 
     @property
@@ -368,3 +365,26 @@ class ShardedGraph:
         if self._tables is None:
             raise ValueError("a graph that shardpass.load did not make has no ids of yours: write an .npy file")
         return self._tables
+
+
+def require_graph(graph: Any, call: str) -> None:
+    """Raise unless `graph` is a sharded graph. `call` is how the function is called: ``"gather(graph, rows)"``.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(graph, ShardedGraph):
+        raise TypeError(f"{call}: `graph` must be what shardpass.load returned, but got {type(graph).__name__}")
+
+
+def one_type(node_type: NodeType | None, types: Sequence[NodeType]) -> NodeType:
+    """The node type that is meant; `None` means the only one.
+
+    Raises:
+        ValueError: there is no such type, or several and none is named.
+    """
+    if node_type is None and len(types) == 1:
+        return types[0]
+    if node_type is None or node_type not in types:
+        raise ValueError(f"node_type={node_type!r}; expected one of the types of this graph: {[*types]}")
+    return node_type

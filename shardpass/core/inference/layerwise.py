@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shardpass.core.graphs import ShardedGraph
+from shardpass.core.graphs import ShardedGraph, require_graph
 from shardpass.core.inference.deferred import Deferral, DeferredRows, block_of, whole
 from shardpass.core.inference.fingerprint import argument_lines, model_lines
 from shardpass.core.inference.journal import Journal
@@ -55,56 +55,57 @@ def infer(
 
     The model runs in evaluation mode without gradients, so a rank holds its own rows of the layers at hand and a block
     of fetched rows. The result of every sharded call is kept beside the output until the output is complete. If a run
-    is ended, the next one with the same model, inputs, ranks and tag continues from there. A change of code alone is
-    not noticed: pass another `tag` then. All ranks must have the same parameters.
+    is ended, the next one with the same model, inputs, ranks and tag continues from there.
 
     Args:
-        model: wrapped by `pyg.wrap` or `dgl.wrap`, with its parameters loaded. It may have been trained elsewhere.
+        model: wrapped by `pyg.wrap` or `dgl.wrap`, with the same parameters on every rank.
         graph: the nodes and edges.
-        path: the file to write, which every rank must reach. A name that ends with ``.parquet`` gives a table with
-            the columns `id`, your own id of each node, and `output`; another one an ``.npy`` file. If the model returns
-            a dict by node type, there is one file per type: ``logits.npy`` becomes ``logits.paper.npy``.
-        args: what the model is called with. The default is ``(graph.x, graph)``, or ``(graph.x_dict, graph)`` for a
-            graph of several types.
+        path: the file to write, which every rank must reach: ``.parquet`` for a table with the columns `id`, your own
+            id of each node, and `output`; or else ``.npy``. A dict by node type gives a ``logits.paper.npy`` per type.
+        args: what the model is called with; default: ``(graph.x, graph)``, and ``graph.x_dict`` for several types.
         overwrite: whether to replace a file that exists.
         progress: called with the name of each layer as it begins.
         node_type: the type of the rows, if the model returns one tensor and the graph has several types.
-        tag: any text. A run does not continue one that had another tag.
+        tag: any text. Pass another one if code has changed, which is not noticed: the run begins anew.
 
     Returns:
         The files, ``[total_nodes, ...]`` each. `numpy.load` with ``mmap_mode="r"`` opens ``.npy`` without reading.
 
     Raises:
         FileExistsError: the file exists. (All errors here are raised on every rank.)
-        ValueError: the model is not wrapped, or does not return rows of own nodes; or `path` ends as another kind of
-            file does.
+        ValueError: the model is not wrapped, or does not return rows of own nodes; or the ending of `path` is neither.
         DivergenceError: the model differs between ranks, as when some of them loaded weights after `wrap`.
         OSError: a rank cannot write.
         MissingDependencyError: pyarrow, which writes tables, is not installed.
     """
-    if not isinstance(graph, ShardedGraph):
-        raise TypeError(
-            f"infer(model, graph, path): `graph` must be what shardpass.load returned, but got {type(graph).__name__}"
-        )
-    comm, path = graph.comm, require_path(path, "infer(model, graph, path)")
-    if not getattr(model, "_shardpass_wrapped", False):
-        raise ValueError("infer takes a wrapped model: call shardpass.pyg.wrap(model, comm), or dgl.wrap, first")
-    _on_all(comm, lambda: _refuse_existing(path, overwrite))
-    _on_all(comm, lambda: node_type is None or graph.ids_of(node_type))
-    if path.suffix == _TABLE:
-        _on_all(comm, lambda: graph.tables.check() if comm.rank == 0 else None)
+    comm, target = _checked(model, graph, path, overwrite, node_type)
     with ordinary_tensors():  # what stands for rows counts their changes
         args = torch_private.tree_map(plain_of, args or (graph.x if graph.is_homogeneous else graph.x_dict, graph))
         refuse_unlike(model, comm)  # before what an interrupted run has left is begun anew
         fingerprint = _fingerprint(model, graph, args, tag)
-        journal = Journal(path.with_name(f".{path.name}.partial"), comm, fingerprint, progress, Deferral())
+        journal = Journal(target.with_name(f".{target.name}.partial"), comm, fingerprint, progress, Deferral())
         with _evaluating(model, comm, journal):
             found = _outputs(model, graph, args, journal)
-        rows = _on_all(comm, lambda: _rows_by_type(graph, found, path, overwrite, node_type))
-        for target, of_type in rows.items():
-            _write(graph, target, *of_type)
+        rows = _on_all(comm, lambda: _rows_by_type(graph, found, target, overwrite, node_type))
+        for file, of_type in rows.items():
+            _write(graph, file, *of_type)
         journal.remove()
     return list(rows)
+
+
+def _checked(
+    model: nn.Module, graph: ShardedGraph, path: Any, overwrite: bool, node_type: NodeType | None
+) -> tuple[Ranks, Path]:
+    """The ranks and the path, where every argument of `infer` is as it should be. Collective."""
+    require_graph(graph, "infer(model, graph, path)")
+    comm, target = graph.comm, require_path(path, "infer(model, graph, path)")
+    if not getattr(model, "_shardpass_wrapped", False):
+        raise ValueError("infer takes a wrapped model: call shardpass.pyg.wrap(model, comm), or dgl.wrap, first")
+    _on_all(comm, lambda: _refuse_existing(target, overwrite))
+    _on_all(comm, lambda: node_type is None or graph.ids_of(node_type))
+    if target.suffix == _TABLE:
+        _on_all(comm, lambda: graph.tables.check() if comm.rank == 0 else None)
+    return comm, target
 
 
 def _refuse_existing(path: Path, overwrite: bool) -> None:

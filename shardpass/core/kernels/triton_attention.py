@@ -4,8 +4,7 @@ A program has one row of `indptr` and one head, and takes the row's edges `BLOCK
 destination and computes an online softmax. Backward goes over the edges twice and computes every weight again from the
 log-sum-exp: a program of the first pass has a source, a program of the second pass has a destination. Nothing has a row
 per edge. As in `numba_attention`, `own` is of the rows of the loop and `other` of those gathered, since the formulas of
-scores are symmetric in both. `_attend_rows`, `_source_adjoint` and `_destination_adjoint` are longer than 50 lines
-because a tile must stay in registers from its first load to its last store.
+scores are symmetric in both.
 
 [Note: two passes]
 In a pass over sources alone many programs would add to one destination, in whatever order they come. With two passes
@@ -31,6 +30,7 @@ from shardpass.core.kernels.runs import ClosedScores, EdgeRun, Outer, RowRun, Sc
 from shardpass.core.kernels.triton_scores import GIVEN, scores_adjoint, scores_of_tile
 from shardpass.core.kernels.triton_scores import KINDS as KINDS
 from shardpass.core.kernels.triton_sums import block_of, launch, packed, tile_of
+from shardpass.core.kernels.triton_tiles import edges_of_row, numbers_at, row_at, rows_at, store_row, tile_from
 from shardpass.core.tracing import accumulator_dtype
 
 MOST_SUMS = 4096  # programs per head, each of which has a partial sum
@@ -156,54 +156,31 @@ def _attend(
 
 @triton.jit(do_not_specialize=["start", "stop", "low"])
 def _attend_rows(
-    indptr: tl.tensor,
-    columns: tl.tensor,
-    other: tl.tensor,
-    own: tl.tensor,
-    mix: tl.tensor,
-    values: tl.tensor,
+    indptr: tl.tensor, columns: tl.tensor, other: tl.tensor, own: tl.tensor, mix: tl.tensor, values: tl.tensor,
     kept: tl.tensor,
-    start: tl.tensor,
-    stop: tl.tensor,
-    low: tl.tensor,
-    top: tl.tensor,
-    total: tl.tensor,
-    out: tl.tensor,
-    heads: tl.tensor,
-    channels: tl.tensor,
-    width: tl.tensor,
-    NUMBER: tl.constexpr,
-    KIND: tl.constexpr,
-    HAS_MIX: tl.constexpr,
-    DROPS: tl.constexpr,
-    ACC: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-) -> None:
+    start: tl.tensor, stop: tl.tensor, low: tl.tensor,
+    top: tl.tensor, total: tl.tensor, out: tl.tensor,
+    heads: tl.tensor, channels: tl.tensor, width: tl.tensor,
+    NUMBER: tl.constexpr, KIND: tl.constexpr, HAS_MIX: tl.constexpr, DROPS: tl.constexpr,
+    ACC: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
+) -> None:  # fmt: skip
     i, h = low + tl.program_id(0).to(tl.int64), tl.program_id(1)
-    first = tl.maximum(tl.load(indptr + i).to(tl.int64), start) - start
-    last = tl.minimum(tl.load(indptr + i + 1).to(tl.int64), stop) - start
+    first, last = edges_of_row(indptr, i, start, stop)
     if first < last:
-        s, c, at = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_C), i * heads + h
-        of_scores, of_values = s < channels, c < width
-        best, weight, row = tl.load(top + at).to(ACC), tl.load(total + at).to(ACC), out + at * width + c
-        result = tl.load(row, mask=of_values, other=0).to(ACC)
+        at = i * heads + h
+        best, weight = tl.load(top + at).to(ACC), tl.load(total + at).to(ACC)
+        result = row_at(out, at, width, ACC, BLOCK_C)
         if KIND != "given":
-            mine = tl.load(own + at * channels + s, mask=of_scores, other=0).to(ACC)
+            mine = row_at(own, at, channels, ACC, BLOCK_S)
             mixed = mine
             if HAS_MIX:
-                mixed = tl.load(mix + h * channels + s, mask=of_scores, other=0).to(ACC)
+                mixed = row_at(mix, h, channels, ACC, BLOCK_S)
         for begin in range(first, last, BLOCK_E):
-            e = tl.arange(0, BLOCK_E).to(tl.int64) + begin
-            there = e < last
-            j = tl.load(columns + e, mask=there, other=0).to(tl.int64) * heads + h
+            edge, there, j = tile_from(begin, last, columns, heads, h, BLOCK_E)
             if KIND == "given":
-                score = tl.load(other + e * heads + h, mask=there, other=0).to(ACC)
+                score = numbers_at(other, edge, there, ACC)
             else:
-                mask = there[:, None] & of_scores[None, :]
-                theirs = tl.load(other + j[:, None] * channels + s[None, :], mask=mask, other=0).to(ACC)
-                score = scores_of_tile(theirs, mine, mixed, NUMBER, KIND)
+                score = scores_of_tile(rows_at(other, j, there, channels, ACC, BLOCK_S), mine, mixed, NUMBER, KIND)
             score = tl.where(there, score, float("-inf"))
             # Rounded as it will be stored: weights measured from it must fit those of the chunks that read it later.
             new = tl.maximum(best, tl.max(score, 0)).to(top.dtype.element_ty).to(ACC)
@@ -211,190 +188,112 @@ def _attend_rows(
             weights, scale = tl.exp(score - base), tl.exp(best - base)
             best, weight = new, weight * scale + tl.sum(weights, 0)
             if DROPS:
-                weights *= tl.load(kept + e * heads + h, mask=there, other=0).to(ACC)
-            mask = there[:, None] & of_values[None, :]
-            theirs = tl.load(values + j[:, None] * width + c[None, :], mask=mask, other=0).to(ACC)
-            result = result * scale + tl.sum(weights[:, None] * theirs, 0)
+                weights *= numbers_at(kept, edge, there, ACC)
+            result = result * scale + tl.sum(weights[:, None] * rows_at(values, j, there, width, ACC, BLOCK_C), 0)
         tl.store(top + at, best)
         tl.store(total + at, weight)
-        tl.store(row, result, mask=of_values)
+        store_row(out, at, width, result, BLOCK_C)
 
 
 @triton.jit(do_not_specialize=["start", "stop", "low"])
 def _given_adjoint(
-    indptr: tl.tensor,
-    columns: tl.tensor,
-    weights: tl.tensor,
-    values: tl.tensor,
-    kept: tl.tensor,
-    start: tl.tensor,
-    stop: tl.tensor,
-    low: tl.tensor,
-    grad: tl.tensor,
-    delta: tl.tensor,
-    grad_values: tl.tensor,
-    relative: tl.tensor,
-    heads: tl.tensor,
-    width: tl.tensor,
+    indptr: tl.tensor, columns: tl.tensor, weights: tl.tensor, values: tl.tensor, kept: tl.tensor,
+    start: tl.tensor, stop: tl.tensor, low: tl.tensor,
+    grad: tl.tensor, delta: tl.tensor, grad_values: tl.tensor, relative: tl.tensor,
+    heads: tl.tensor, width: tl.tensor,
     DROPS: tl.constexpr,
-    ACC: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-) -> None:
+    ACC: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
+) -> None:  # fmt: skip
     j, h = low + tl.program_id(0).to(tl.int64), tl.program_id(1)
-    first = tl.maximum(tl.load(indptr + j).to(tl.int64), start) - start
-    last = tl.minimum(tl.load(indptr + j + 1).to(tl.int64), stop) - start
+    first, last = edges_of_row(indptr, j, start, stop)
     if first < last:
-        c, row = tl.arange(0, BLOCK_C), (j * heads + h) * width
-        inside = c < width
-        value = tl.load(values + row + c, mask=inside, other=0).to(ACC)
-        result = tl.load(grad_values + row + c, mask=inside, other=0).to(ACC)
+        at = j * heads + h
+        value, result = row_at(values, at, width, ACC, BLOCK_C), row_at(grad_values, at, width, ACC, BLOCK_C)
         for begin in range(first, last, BLOCK_E):
-            e = tl.arange(0, BLOCK_E).to(tl.int64) + begin
-            there = e < last
-            i = tl.load(columns + e, mask=there, other=0).to(tl.int64) * heads + h
-            mask = there[:, None] & inside[None, :]
-            outer = tl.load(grad + i[:, None] * width + c[None, :], mask=mask, other=0).to(ACC)
-            used = tl.load(weights + e * heads + h, mask=there, other=0).to(ACC)
+            edge, there, i = tile_from(begin, last, columns, heads, h, BLOCK_E)
+            outer, used = rows_at(grad, i, there, width, ACC, BLOCK_C), numbers_at(weights, edge, there, ACC)
             dots = tl.sum(outer * value[None, :], 1)
             if DROPS:
-                factor = tl.load(kept + e * heads + h, mask=there, other=0).to(ACC)
+                factor = numbers_at(kept, edge, there, ACC)
                 used, dots = used * factor, dots * factor
             result += tl.sum(used[:, None] * outer, 0)
-            tl.store(relative + e * heads + h, dots - tl.load(delta + i, mask=there, other=0).to(ACC), mask=there)
-        tl.store(grad_values + row + c, result, mask=inside)
+            tl.store(relative + edge, dots - numbers_at(delta, i, there, ACC), mask=there)
+        store_row(grad_values, at, width, result, BLOCK_C)
 
 
 @triton.jit(do_not_specialize=["start", "stop", "low", "high"])
 def _source_adjoint(
-    indptr: tl.tensor,
-    columns: tl.tensor,
-    other: tl.tensor,
-    own: tl.tensor,
-    mix: tl.tensor,
-    values: tl.tensor,
+    indptr: tl.tensor, columns: tl.tensor, other: tl.tensor, own: tl.tensor, mix: tl.tensor, values: tl.tensor,
     kept: tl.tensor,
-    start: tl.tensor,
-    stop: tl.tensor,
-    low: tl.tensor,
-    log_sum: tl.tensor,
-    grad: tl.tensor,
-    delta: tl.tensor,
-    heads: tl.tensor,
-    channels: tl.tensor,
-    width: tl.tensor,
-    high: tl.tensor,
-    grad_values: tl.tensor,
-    grad_own: tl.tensor,
-    mix_sums: tl.tensor,
-    NUMBER: tl.constexpr,
-    KIND: tl.constexpr,
-    HAS_MIX: tl.constexpr,
-    DROPS: tl.constexpr,
-    SAME: tl.constexpr,
-    ACC: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-) -> None:
-    h, s, c = tl.program_id(1), tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_C)
-    of_scores, of_values = s < channels, c < width
-    mixed, mix_sum = tl.full([BLOCK_S], 1, ACC), tl.zeros([BLOCK_S], ACC)
+    start: tl.tensor, stop: tl.tensor, low: tl.tensor,
+    log_sum: tl.tensor, grad: tl.tensor, delta: tl.tensor,
+    heads: tl.tensor, channels: tl.tensor, width: tl.tensor,
+    high: tl.tensor, grad_values: tl.tensor, grad_own: tl.tensor, mix_sums: tl.tensor,
+    NUMBER: tl.constexpr, KIND: tl.constexpr, HAS_MIX: tl.constexpr, DROPS: tl.constexpr, SAME: tl.constexpr,
+    ACC: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
+) -> None:  # fmt: skip
+    h, mixed, mix_sum = tl.program_id(1), tl.full([BLOCK_S], 1, ACC), tl.zeros([BLOCK_S], ACC)
     if HAS_MIX:
-        mixed = tl.load(mix + h * channels + s, mask=of_scores, other=0).to(ACC)
+        mixed = row_at(mix, h, channels, ACC, BLOCK_S)
     lowest = low + tl.program_id(0).to(tl.int64)
     for more in range(0, high - lowest, tl.num_programs(0)):
         j = lowest + more  # int64, where the counter of a loop may be less
-        first = tl.maximum(tl.load(indptr + j).to(tl.int64), start) - start
-        last = tl.minimum(tl.load(indptr + j + 1).to(tl.int64), stop) - start
+        first, last = edges_of_row(indptr, j, start, stop)
         if first < last:
             at = j * heads + h
-            to_values, to_own = grad_values + at * width + c, grad_own + at * channels + s
-            mine = tl.load(own + at * channels + s, mask=of_scores, other=0).to(ACC)
-            value = tl.load(values + at * width + c, mask=of_values, other=0).to(ACC)
-            values_sum = tl.load(to_values, mask=of_values, other=0).to(ACC)
-            own_sum = tl.zeros([BLOCK_S], ACC)
+            mine, value = row_at(own, at, channels, ACC, BLOCK_S), row_at(values, at, width, ACC, BLOCK_C)
+            values_sum, own_sum = row_at(grad_values, at, width, ACC, BLOCK_C), tl.zeros([BLOCK_S], ACC)
             for begin in range(first, last, BLOCK_E):
-                e = tl.arange(0, BLOCK_E).to(tl.int64) + begin
-                there = e < last
-                i = tl.load(columns + e, mask=there, other=0).to(tl.int64) * heads + h
-                mask = there[:, None] & of_scores[None, :]
-                theirs = tl.load(other + i[:, None] * channels + s[None, :], mask=mask, other=0).to(ACC)
+                edge, there, i = tile_from(begin, last, columns, heads, h, BLOCK_E)
+                theirs = rows_at(other, i, there, channels, ACC, BLOCK_S)
                 score = scores_of_tile(theirs, mine, mixed, NUMBER, KIND)
-                change = tl.where(there, tl.exp(score - tl.load(log_sum + i, mask=there, other=0).to(ACC)), 0.0)
-                used = change
-                inner = there[:, None] & of_values[None, :]
-                outer = tl.load(grad + i[:, None] * width + c[None, :], mask=inner, other=0).to(ACC)
+                change = tl.where(there, tl.exp(score - numbers_at(log_sum, i, there, ACC)), 0.0)
+                used, outer = change, rows_at(grad, i, there, width, ACC, BLOCK_C)
                 dots = tl.sum(outer * value[None, :], 1)
                 if DROPS:
-                    factor = tl.load(kept + e * heads + h, mask=there, other=0).to(ACC)
+                    factor = numbers_at(kept, edge, there, ACC)
                     used, dots = used * factor, dots * factor
                 values_sum += tl.sum(used[:, None] * outer, 0)
-                change *= dots - tl.load(delta + i, mask=there, other=0).to(ACC)
+                change *= dots - numbers_at(delta, i, there, ACC)
                 to_own_row, to_mix = scores_adjoint(change, theirs, mine, mixed, NUMBER, KIND)
                 own_sum, mix_sum = own_sum + to_own_row, mix_sum + to_mix
             if SAME:  # one tensor is scored and summed: its gradients meet in one
                 values_sum += own_sum
             else:
-                own_sum += tl.load(to_own, mask=of_scores, other=0).to(ACC)
-                tl.store(to_own, own_sum, mask=of_scores)
-            tl.store(to_values, values_sum, mask=of_values)
+                own_sum += row_at(grad_own, at, channels, ACC, BLOCK_S)
+                store_row(grad_own, at, channels, own_sum, BLOCK_S)
+            store_row(grad_values, at, width, values_sum, BLOCK_C)
     if HAS_MIX:
-        tl.store(mix_sums + (tl.program_id(0).to(tl.int64) * heads + h) * channels + s, mix_sum, mask=of_scores)
+        store_row(mix_sums, tl.program_id(0).to(tl.int64) * heads + h, channels, mix_sum, BLOCK_S)
 
 
 @triton.jit(do_not_specialize=["start", "stop", "low"])
 def _destination_adjoint(
-    indptr: tl.tensor,
-    columns: tl.tensor,
-    other: tl.tensor,
-    own: tl.tensor,
-    mix: tl.tensor,
-    values: tl.tensor,
+    indptr: tl.tensor, columns: tl.tensor, other: tl.tensor, own: tl.tensor, mix: tl.tensor, values: tl.tensor,
     kept: tl.tensor,
-    start: tl.tensor,
-    stop: tl.tensor,
-    low: tl.tensor,
-    log_sum: tl.tensor,
-    grad: tl.tensor,
-    delta: tl.tensor,
-    heads: tl.tensor,
-    channels: tl.tensor,
-    width: tl.tensor,
+    start: tl.tensor, stop: tl.tensor, low: tl.tensor,
+    log_sum: tl.tensor, grad: tl.tensor, delta: tl.tensor,
+    heads: tl.tensor, channels: tl.tensor, width: tl.tensor,
     grad_own: tl.tensor,
-    NUMBER: tl.constexpr,
-    KIND: tl.constexpr,
-    HAS_MIX: tl.constexpr,
-    DROPS: tl.constexpr,
-    ACC: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-) -> None:
+    NUMBER: tl.constexpr, KIND: tl.constexpr, HAS_MIX: tl.constexpr, DROPS: tl.constexpr,
+    ACC: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
+) -> None:  # fmt: skip
     i, h = low + tl.program_id(0).to(tl.int64), tl.program_id(1)
-    first = tl.maximum(tl.load(indptr + i).to(tl.int64), start) - start
-    last = tl.minimum(tl.load(indptr + i + 1).to(tl.int64), stop) - start
+    first, last = edges_of_row(indptr, i, start, stop)
     if first < last:
-        s, c, at = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_C), i * heads + h
-        of_scores, of_values, to_own = s < channels, c < width, grad_own + at * channels + s
-        mine = tl.load(own + at * channels + s, mask=of_scores, other=0).to(ACC)
-        outer = tl.load(grad + at * width + c, mask=of_values, other=0).to(ACC)
+        at = i * heads + h
+        mine, outer = row_at(own, at, channels, ACC, BLOCK_S), row_at(grad, at, width, ACC, BLOCK_C)
         base, mean = tl.load(log_sum + at).to(ACC), tl.load(delta + at).to(ACC)
-        own_sum, mixed = tl.load(to_own, mask=of_scores, other=0).to(ACC), tl.full([BLOCK_S], 1, ACC)
+        own_sum, mixed = row_at(grad_own, at, channels, ACC, BLOCK_S), tl.full([BLOCK_S], 1, ACC)
         if HAS_MIX:
-            mixed = tl.load(mix + h * channels + s, mask=of_scores, other=0).to(ACC)
+            mixed = row_at(mix, h, channels, ACC, BLOCK_S)
         for begin in range(first, last, BLOCK_E):
-            e = tl.arange(0, BLOCK_E).to(tl.int64) + begin
-            there = e < last
-            j = tl.load(columns + e, mask=there, other=0).to(tl.int64) * heads + h
-            mask = there[:, None] & of_scores[None, :]
-            theirs = tl.load(other + j[:, None] * channels + s[None, :], mask=mask, other=0).to(ACC)
-            mask = there[:, None] & of_values[None, :]
-            value = tl.load(values + j[:, None] * width + c[None, :], mask=mask, other=0).to(ACC)
-            dots = tl.sum(value * outer[None, :], 1)
+            edge, there, j = tile_from(begin, last, columns, heads, h, BLOCK_E)
+            theirs = rows_at(other, j, there, channels, ACC, BLOCK_S)
+            dots = tl.sum(rows_at(values, j, there, width, ACC, BLOCK_C) * outer[None, :], 1)
             if DROPS:
-                dots *= tl.load(kept + e * heads + h, mask=there, other=0).to(ACC)
+                dots *= numbers_at(kept, edge, there, ACC)
             change = tl.exp(scores_of_tile(theirs, mine, mixed, NUMBER, KIND) - base) * (dots - mean)
             to_own_row, _ = scores_adjoint(tl.where(there, change, 0.0), theirs, mine, mixed, NUMBER, KIND)
             own_sum += to_own_row
-        tl.store(to_own, own_sum, mask=of_scores)
+        store_row(grad_own, at, channels, own_sum, BLOCK_S)

@@ -35,7 +35,7 @@ from shardpass.core.ranks.autograd_order import (
 from shardpass.core.ranks.files import allocate, flush, prepare_target, refuse_irregular, tells_of_full_disk
 from shardpass.core.ranks.leaves import leaves_within
 from shardpass.core.ranks.on_ranks import OnRanks
-from shardpass.core.ranks.options import MODES, Mode, Options
+from shardpass.core.ranks.options import MODES, Mode, Options, require_options
 from shardpass.core.ranks.ordinary import ordinary_tensors, ordinary_views
 from shardpass.core.ranks.own_model import (
     FetchedUnwrapped,
@@ -178,6 +178,7 @@ __all__ = [
     "require_count",
     "require_device",
     "require_model",
+    "require_options",
     "require_path",
     "require_ranks",
     "require_same",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -54,14 +54,14 @@ def gather_or_fail(comm: Ranks, label: str, mine: _T, problem: Exception | None,
     return [found for found, _ in every]
 
 
-def require_same(every: Sequence[Mapping[str, Any]], names: Sequence[str], verb: str) -> None:
+def require_same(every: Sequence[Mapping[str, Any]], names: Iterable[str], verb: str, advice: str = "") -> None:
     """Raise a `DivergenceError` if ranks differ in a value; `verb` is what they do with it. `every` is by rank."""
     for name in names:
-        for rank, other in enumerate(every):
-            if other[name] != every[0][name]:
+        first, *others = (one.get(name) for one in every)
+        for rank, other in enumerate(others, 1):
+            if other != first:
                 raise DivergenceError(
-                    f"every rank must {verb} the same {name}: rank 0 has {every[0][name]}, rank {rank} has "
-                    f"{other[name]}"
+                    f"every rank must {verb} the same {name}: rank 0 has {first}, rank {rank} has {other}{advice}"
                 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -95,3 +95,17 @@ class Options:
     def may_pull(self) -> bool:
         """Whether a backward may pull. It may not if edges are streamed, since out-edges are not."""
         return self.backward != "push" and not self.stream_structure
+
+
+def require_options(options: Any, call: str) -> Options:
+    """`options`, or those by default for `None`. `call` is how the function is called: ``"load(path, comm, options)"``.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if options is not None and not isinstance(options, Options):
+        kind = type(options).__name__
+        raise TypeError(
+            f"{call}: `options` must be shardpass.Options(...), such as Options(mode='halo'), but got {kind}"
+        )
+    return options or Options()

@@ -8,6 +8,7 @@ from shardpass.core.wrapping.outermost import FollowedCalls, OutermostCall, repl
 from shardpass.core.wrapping.parts import runs_as_it_is
 from shardpass.core.wrapping.refusals import (
     has_unknown_statistics,
+    ordinary_graph,
     refuse_as_built,
     refuse_modules,
     refuse_other_library,
@@ -22,6 +23,7 @@ __all__ = [
     "copy_of",
     "has_unknown_statistics",
     "make_outermost",
+    "ordinary_graph",
     "refuse_as_built",
     "refuse_modules",
     "refuse_other_library",

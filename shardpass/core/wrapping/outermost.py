@@ -55,7 +55,7 @@ from shardpass.core.wrapping.empty_rows import EmptyRows
 from shardpass.core.wrapping.explain import explained
 from shardpass.core.wrapping.held_rows import HeldRows, followed_for_hooks
 from shardpass.core.wrapping.parts import runs_as_it_is
-from shardpass.core.wrapping.refusals import refuse_other_ranks
+from shardpass.core.wrapping.refusals import refuse_other_ranks, refuse_script
 from shardpass.errors import RefusedError, ShardpassError
 
 _MISTAKES = (TypeError, AttributeError, NameError, KeyError, ImportError, OSError)
@@ -224,7 +224,9 @@ class OutermostCall:
 
     @staticmethod
     def refuse_transforms() -> None:
-        """Refuse to be called within a transform of ``torch.func``, before anything is sent."""
+        """Refuse to be traced, or called within a transform of ``torch.func``, before anything is sent."""
+        if torch.jit.is_tracing():
+            refuse_script()
         if (transform := torch_private.running_transform()) is not None:
             raise RefusedError(
                 f"{user_line()}: a wrapped model is called within a functional transform ({transform}), but rows that "
@@ -271,12 +273,7 @@ class OutermostCall:
             return function(*args, **kwargs)
         self.followed.held.make_plain()
         if (follower := self._follower()) is None:
-            self._taken.clear()  # which would keep their graphs of autograd alive
-            if not self.gives_own_rows:
-                return function(*args, **kwargs)
-            out, around = self.followed.unfollowed(self.model, self.method, lambda: function(*args, **kwargs))
-            self._around = None if around is None else (around, out)
-            return out
+            return self._unfollowed(lambda: function(*args, **kwargs))
         leaves = torch_private.tree_leaves((args, kwargs))
         follower.marks.known += {ids.row_set for ids in leaves if isinstance(ids, NodeIds)}  # labels go with them
         forward.rows = follower
@@ -315,6 +312,14 @@ class OutermostCall:
         if self.comm.size > 1:  # one rank has all rows
             self._around = around, out
             self.followed.note_results(self.model, self.method, around, out)
+        return out
+
+    def _unfollowed(self, run: Callable[[], Any]) -> Any:
+        self._taken.clear()  # which would keep their graphs of autograd alive
+        if not self.gives_own_rows:
+            return run()
+        out, around = self.followed.unfollowed(self.model, self.method, run)
+        self._around = None if around is None else (around, out)
         return out
 
     def _warn_of_hooks(self) -> None:

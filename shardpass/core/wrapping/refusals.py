@@ -1,8 +1,12 @@
-"""Models and modules that are refused, because their results on a sharded graph would be wrong."""
+"""Models, modules and calls that both frontends refuse, because their results on a sharded graph would be wrong.
+
+A frontend says what it has found. The words are here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NoReturn
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -16,12 +20,12 @@ from shardpass.errors import RefusedError
 _NORMS_OF_OTHER_SHAPES = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
-def refuse_as_built(model: nn.Module) -> None:
-    """Raise if `model` cannot be wrapped as it is built.
+def refuse_as_built(model: nn.Module, is_layer: Callable[[nn.Module], bool]) -> None:
+    """Raise if `model` cannot be wrapped as it is built. `is_layer` knows the modules that cannot be compiled before.
 
     Raises:
-        RefusedError: it averages gradients over ranks, or ``fully_shard`` has sharded it; or a parameter has no shape
-            yet.
+        RefusedError: it averages gradients over ranks, or ``fully_shard`` has sharded it; a parameter has no shape
+            yet; or what passes messages is compiled.
     """
     if isinstance(model, (DistributedDataParallel, nn.DataParallel)):
         raise RefusedError(
@@ -36,6 +40,29 @@ def refuse_as_built(model: nn.Module) -> None:
                 f"parameter {name!r} has no shape yet (a lazy layer, in_channels=-1). Give the number of input "
                 f"channels, or run the model once on a few nodes before wrap"
             )
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "_orig_mod", None), nn.Module) and any(map(is_layer, module.modules())):
+            raise RefusedError(
+                f"{name or 'the model'} is compiled and has layers that pass messages, in which ranks communicate: "
+                f"wrap the model first, then compile it (its layers run as they are) or its dense parts"
+            )
+
+
+def refuse_script() -> NoReturn:
+    """Raise what is told where a wrapped model is scripted or traced."""
+    raise RefusedError(
+        "a wrapped model cannot be scripted or traced, since ranks communicate in it: save its state_dict and load "
+        "that into a model that is not wrapped, or torch.compile its dense parts, as in model.mlp = "
+        "torch.compile(model.mlp)"
+    )
+
+
+def ordinary_graph(found: str, place: str = "") -> RefusedError:
+    """The error for a graph that is not sharded: who was given it, and the `place` of the right one."""
+    return RefusedError(
+        f"{user_line()}: {found}, but nodes of a sharded graph are numbered anew on every rank. Pass the graph that "
+        f"shardpass.load returned{place}. For an ordinary graph, load the state_dict into a model that is not wrapped"
+    )
 
 
 def refuse_modules(model: nn.Module, reason_of: Callable[[nn.Module], str | None]) -> None:

@@ -14,6 +14,7 @@ from shardpass.core.ranks import Ranks
 from shardpass.core.training import GradientSums
 from shardpass.core.wrapping.outermost import FollowedCalls, OutermostCall, RowwisePart
 from shardpass.core.wrapping.parts import parts_of, rowwise_parts
+from shardpass.core.wrapping.refusals import refuse_script
 
 Methods = Callable[[nn.Module], Iterable[str]]
 
@@ -33,6 +34,7 @@ def make_outermost(
         methods_of_module: methods of any module that may be called by themselves on several ranks.
     """
     follow_scripts(model)
+    model.__prepare_scriptable__ = refuse_script  # type: ignore[assignment]
     sums = model._shardpass_wrapped = GradientSums(comm, model)  # type: ignore[assignment]
     followed = FollowedCalls(check)
     for name in ("forward", *methods(model)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shardpass.core.graphs import ShardedGraph
+from shardpass.core.graphs import ShardedGraph, require_graph
 from shardpass.core.sharding import EDGE, NODE, NodeType
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
 from shardpass.frontends.dgl.structure import CanonicalType, Edges, Nodes
@@ -22,8 +22,7 @@ def graph(sharded: ShardedGraph) -> ShardedDGLGraph:
         TypeError: `sharded` is not such a graph.
         ValueError: it was loaded with ``Options(stream_structure=True)``, which is for PyG's layers.
     """
-    if not isinstance(sharded, ShardedGraph):
-        raise TypeError(f"expected the graph that shardpass.load returned, found a {type(sharded).__name__}")
+    require_graph(sharded, "dgl.graph(graph)")
     if sharded.options.stream_structure:
         raise ValueError("dgl.graph of a graph loaded with Options(stream_structure=True): load it without that option")
     node_types, edge_types = ({NODE: DGL_NODE}, {EDGE: DGL_EDGE}) if sharded.is_homogeneous else ({}, {})

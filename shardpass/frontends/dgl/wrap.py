@@ -21,11 +21,11 @@ from shardpass.core.wrapping import (
     FollowedCalls,
     OutermostCall,
     make_outermost,
+    ordinary_graph,
     refuse_as_built,
     runs_as_it_is,
     shared_copy,
 )
-from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.closed import refused
 from shardpass.frontends.dgl.convert import graph as to_dgl
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
@@ -59,7 +59,7 @@ def wrap(model: nn.Module, comm: Ranks | None = None, check: bool = True, checkp
     if is_wrapped(model, comm):
         return model
     refuse_shared_model(model, comm)
-    refuse_as_built(model)
+    refuse_as_built(model, lambda module: module is model)  # layers within it run as they are
     refuse_unsupported(model)
     model = replace_batch_norms(model, comm)
     adapt(model)
@@ -147,11 +147,7 @@ class _Method(OutermostCall):
         if is_own and not any(isinstance(graph, ShardedDGLGraph) for graph in given):
             return self.alone(self.plain, args, kwargs)
         if not all(isinstance(graph, ShardedDGLGraph) for graph in given):
-            raise RefusedError(
-                f"{type(self.model).__name__} is wrapped, but was called with an ordinary DGLGraph or holds one: nodes "
-                f"of a sharded graph are numbered anew on every rank. Pass the graph that shardpass.load returned; for "
-                f"an ordinary graph, load the state_dict into a model that is not wrapped"
-            )
+            raise ordinary_graph(f"{type(self.model).__name__} is called with an ordinary DGLGraph or holds one")
         self._is_of_parts = any(graph.core is None for graph in given)
         self.gives_own_rows = not self._is_of_parts
         return self.run(self._computed, (given, args, kwargs), {})

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardpass.core.graphs import ShardedGraph
+from shardpass.core.graphs import ShardedGraph, require_graph
 from shardpass.core.sampling import Settings
 from shardpass.core.sharding import EdgeType, NodeType
 
@@ -65,8 +65,7 @@ def settings_of(
     Raises:
         TypeError, ValueError: naming the argument that is wrong.
     """
-    if not isinstance(graph, ShardedGraph):
-        raise TypeError(f"{name} takes the graph that shardpass.load returned, found a {type(graph).__name__}")
+    require_graph(graph, f"{name}(graph, ...)")
     _refuse(name, others)
     nodes = {kind: sorted(graph.fields_of(kind)) for kind in graph.node_types}
     edges = {kind: sorted(graph.relations[kind].fields) for kind in graph.edge_types}

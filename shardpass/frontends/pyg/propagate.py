@@ -26,7 +26,7 @@ from shardpass.frontends.pyg.frozen import Frozen
 from shardpass.frontends.pyg.lazy import LazyEdges, LazySums
 from shardpass.frontends.pyg.message import MessageFunction
 from shardpass.frontends.pyg.private import with_hooks
-from shardpass.frontends.pyg.refusals import refuse_ordinary
+from shardpass.frontends.pyg.refusals import no_explanations, refuse_ordinary
 
 _INDICES = frozenset(
     ["edge_index_i", "edge_index_j", "edge_index", "size_i", "size_j", "adj_t", "index", "ptr", "dim_size"]
@@ -274,7 +274,7 @@ class ShardedMessagePassing:
         if edge_index.flow is not None and forward is not None and not forward.layers_are_given:
             raise RefusedError(f"{self.name}: pass what graph.layers returned as an argument of the wrapped model")
         if self.conv.explain:
-            raise RefusedError(f"{self.name}: explanations are not supported on a sharded graph; set explain=False")
+            raise no_explanations(f"{self.name}: ")
 
 
 def _count(comm: Ranks, of: RowSet) -> Any:

@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch_geometric.nn.conv import MessagePassing, RGCNConv
 
-from shardpass.core.following import user_line, whole_graph
+from shardpass.core.following import whole_graph
 from shardpass.core.graphs import BatchIndex, GraphArgument, ShardedEdgeIndex, ShardedGraph
 from shardpass.core.ranks import OnRanks, Ranks, is_local, torch_private
 from shardpass.core.training import DistributedBatchNorm
-from shardpass.core.wrapping import has_unknown_statistics, refuse_modules, refuse_other_library
+from shardpass.core.wrapping import has_unknown_statistics, ordinary_graph, refuse_modules, refuse_other_library
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg import attention, models, modules, private
 from shardpass.frontends.pyg.adjacency import check_weights, refuse_matrices, refuse_sparse_buffers
@@ -60,11 +60,16 @@ def refuse_ordinary(name: str, edge_index: Any) -> None:
         RefusedError: it is.
     """
     if not isinstance(edge_index, ShardedEdgeIndex):
-        raise RefusedError(
-            f"{user_line()}: {name}: edge_index is an ordinary {type(edge_index).__name__}, but nodes of a sharded "
-            f"graph are numbered anew on every rank. Pass the graph that shardpass.load returned where edge_index "
-            f"went. For an ordinary graph, load the state_dict into a model that is not wrapped"
-        )
+        found = f"{name}: edge_index is an ordinary {type(edge_index).__name__}"
+        raise ordinary_graph(found, " where edge_index went")
+
+
+def no_explanations(who: str = "") -> RefusedError:
+    """The error for a model that an explainer runs, or for the layer `who`."""
+    return RefusedError(
+        f"{who}explanations are not supported on a sharded graph, since explainers average over own nodes and edges: "
+        f"set explain=False, or load the state_dict into a model that is not wrapped, and explain that"
+    )
 
 
 def check_arguments_of(layer: MessagePassing, name: str) -> None:

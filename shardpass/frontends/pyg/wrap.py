@@ -43,6 +43,7 @@ from shardpass.frontends.pyg.poison import Poison
 from shardpass.frontends.pyg.propagate import ShardedMessagePassing
 from shardpass.frontends.pyg.refusals import (
     check_arguments_of,
+    no_explanations,
     refuse_node_tables,
     refuse_norms_of_some_nodes,
     refuse_unsupported,
@@ -77,7 +78,7 @@ def wrap(model: nn.Module, comm: Ranks | None = None, check: bool = True, checkp
     if is_wrapped(model, comm):
         return model
     refuse_shared_model(model, comm)
-    _refuse_as_built(model)
+    refuse_as_built(model, lambda module: isinstance(module, MessagePassing))
     refuse_unsupported(model)
     model = replace_batch_norms(model, comm)
     distribute_norms(model, comm)
@@ -115,20 +116,9 @@ def exact(model: nn.Module, comm: Ranks, check: bool = True) -> nn.Module:
     return shared_copy(model, comm, partial(wrap, comm=comm, check=check), methods_to_run)
 
 
-def _refuse_as_built(model: nn.Module) -> None:
-    refuse_as_built(model)
-    for name, module in model.named_modules():
-        if isinstance(getattr(module, "_orig_mod", None), nn.Module) and _passes_messages(module):
-            raise RefusedError(
-                f"{name or 'the model'} is compiled and has layers that pass messages, in which ranks communicate: "
-                f"wrap the model first, then compile it (its layers run as they are) or its dense parts"
-            )
-
-
 def _make_outermost(model: nn.Module, comm: Ranks, check: bool, checkpoint: Checkpoint) -> None:
     methods = methods_to_run, methods_written, methods_replaced
     make_outermost(model, comm, check, checkpoint, _Method, _is_known, *methods)
-    model.__prepare_scriptable__ = _refuse_script  # type: ignore[assignment]
 
 
 def _attach(conv: MessagePassing, name: str) -> None:
@@ -159,10 +149,7 @@ def _keep_attached(model: nn.Module) -> None:
         if not isinstance(module, MessagePassing):
             continue
         if module.explain:
-            raise RefusedError(
-                f"{type(module).__name__} ({name}): explanations are not supported on a sharded graph; set "
-                f"explain=False, or load the state_dict into a model that is not wrapped"
-            )
+            raise no_explanations(f"{type(module).__name__} ({name}): ")
         if not isinstance(getattr(module.propagate, "__self__", None), ShardedMessagePassing):
             _attach(module, name)
 
@@ -191,8 +178,6 @@ class _Method(OutermostCall):
         return torch_private.call_uncompiled(self._call, *args, **kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.jit.is_tracing():
-            raise RefusedError(_NO_SCRIPT)
         if self.is_own and (self.comm.forward is not None or not _has_graph((args, kwargs))):
             if _has_graph((args, kwargs)):
                 args, kwargs = torch_private.tree_map(_edge_index_of, (args, kwargs))
@@ -220,7 +205,7 @@ class _Method(OutermostCall):
         refuse_sparse(self._by_name(args) | kwargs, _has_graph((args, kwargs)))
         _keep_attached(model)
         if is_called_by("torch_geometric.explain"):
-            raise RefusedError(_NO_EXPLANATIONS)
+            raise no_explanations()
         if not self.is_own and not self._looked_for_tables and _has_graph((args, kwargs)):  # it is collective
             self._looked_for_tables = True
             refuse_node_tables(model, self.comm, args, kwargs)
@@ -271,18 +256,6 @@ class _Method(OutermostCall):
 
 
 _DATA = frozenset(["data", "batch", "hetero_data"])
-_NO_EXPLANATIONS = (
-    "explanations are not supported on a sharded graph, since explainers average over own nodes and edges: load the "
-    "state_dict into a model that is not wrapped, and explain that"
-)
-_NO_SCRIPT = (
-    "a wrapped model cannot be scripted or traced, since ranks communicate in it: save its state_dict and load that "
-    "into a model that is not wrapped, or torch.compile its dense parts, as in model.mlp = torch.compile(model.mlp)"
-)
-
-
-def _refuse_script() -> Any:
-    raise RefusedError(_NO_SCRIPT)
 
 
 def _has_graph(values: Any) -> bool:

@@ -161,15 +161,19 @@ def suffix_key_lookup(
         raise ValueError(f"{key!r} means {names}: pass one of them, or the type_list to join them")
     if type_list is None:
         return first
-    kinds = {
-        f"{str(part.dtype).removeprefix('torch.')} rows of shape {list(part.shape[1:])}" for part in found.values()
-    }
-    if len(kinds) > 1:
-        raise ValueError(f"{key!r} differs between the types {labels}: {' and '.join(sorted(kinds))}")
+    _refuse_unlike_rows(key, labels, found)
     for number, label in enumerate(labels if expand_to_all else ()):
         if label not in found:
             found[label] = first.new_zeros((_count(feature_dict, label, number), *first.shape[1:]))
     return torch.cat([found[label] for label in labels if label in found])
+
+
+def _refuse_unlike_rows(key: str, labels: Sequence[str], found: Mapping[str, Tensor]) -> None:
+    kinds = {
+        f"{str(rows.dtype).removeprefix('torch.')} rows of shape {list(rows.shape[1:])}" for rows in found.values()
+    }
+    if len(kinds) > 1:
+        raise ValueError(f"{key!r} differs between the types {labels}: {' and '.join(sorted(kinds))}")
 
 
 def _count(features: Mapping[str, Tensor], label: str, number: int) -> int:

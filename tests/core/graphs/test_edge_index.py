@@ -1,7 +1,6 @@
 """The stand-in for edge_index: what structural code needs works; whatever would answer for one rank only is refused."""
 
 import copy
-import pickle
 import warnings
 
 import numpy as np
@@ -185,20 +184,6 @@ def test_refused_by_name(sharded, what):
     with pytest.raises(RefusedError, match=r"sharded graph|source node"):
         refused_on_edge_index()[what](sharded.edge_index, sharded)
     assert torch.equal(sharded.edge_index.plain, before)
-
-
-def test_the_refusal_says_what_and_what_to_do(sharded):
-    with pytest.raises(RefusedError, match=r"`sort` on source node ids of a sharded graph.*node or edge field"):
-        sharded.edge_index[0].sort()
-    with pytest.raises(RefusedError, match=r"`unique` on the edge_index of a sharded graph"):
-        sharded.edge_index.unique()
-    with pytest.raises(RefusedError, match="a tensor with 3 rows is indexed by source node; expected"):
-        torch.zeros(3)[sharded.edge_index[0]]
-
-
-def test_it_does_not_leave_its_process(sharded):
-    with pytest.raises(TypeError, match="belongs to its process; save the store's path"):
-        pickle.dumps(sharded.edge_index)
 
 
 # No function of torch may read ids in silence.

@@ -59,10 +59,8 @@ def test_only_some_ranks_want_gradients(comm):
 
 
 @pytest.mark.ranks(2)
-def test_integers_are_added_and_nothing_else(comm):
+def test_integers_are_added(comm):
     assert reduce_rows(torch.full((3,), 2**40), "sum", comm).item() == 6 * 2**40
-    with pytest.raises(RefusedError, match="the min of integers"):
-        reduce_rows(torch.arange(3), "min", comm)
 
 
 @pytest.mark.ranks(2)

@@ -70,7 +70,8 @@ for kind, scores in (("given", 1), ("additive", 1), ("dot", channels), ("mixed",
         compiled(triton_attention._destination_adjoint, **given)
 modules = triton_sums, triton_extremum, triton_attention
 known = {name for module in modules for name, one in vars(module).items() if isinstance(one, triton.JITFunction)}
-assert known - seen == {"scores_of_tile", "scores_adjoint"}, "a kernel is not compiled here"
+kernels = {name for name in known if name.startswith("_")}  # what they call is another module's, and so public
+assert kernels == seen, "a kernel is not compiled here"
 """
 
 EVERY = [(dtype, index, capability, width)

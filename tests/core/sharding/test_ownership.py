@@ -1,6 +1,5 @@
 """Who owns which node."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,27 +28,4 @@ def test_ids_keep_their_shape_and_may_be_int32():
     ids = torch.tensor([[4, 0], [1, 2]], dtype=torch.int32)
     assert ownership.owner_of(ids).tolist() == [[3, 1], [1, 3]]
     assert ownership.owner_of(torch.empty(0, 3, dtype=torch.int64)).shape == (0, 3)
-
-
-@pytest.mark.parametrize("ids, bad", [([0, 5], 5), ([-1, 9], -1), ([7, 3], 7)])
-def test_ids_outside_are_named(ids, bad):
-    with pytest.raises(ValueError, match=rf"node id {bad} lies outside \[0, 5\); check the edge list"):
-        Ownership((0, 3, 5)).owner_of(torch.tensor(ids))
-
-
-def test_no_node_at_all():
-    ownership = Ownership((0, 0, 0))
-    assert ownership.owner_of(torch.empty(0, dtype=torch.int64)).tolist() == []
-    with pytest.raises(ValueError, match="node id 0 lies outside"):
-        ownership.owner_of(torch.tensor([0]))
-
-
-@pytest.mark.parametrize("offsets", [(), (0,), (1, 2)])
-def test_offsets_that_do_not_start_right(offsets):
-    with pytest.raises(ValueError, match="offsets start at 0 and have one more entry than there are ranks"):
-        Ownership(offsets)
-
-
-def test_decreasing_offsets():
-    with pytest.raises(ValueError, match=r"offsets never decrease, got \(0, 3, 2\)"):
-        Ownership((0, 3, 2))
+    assert Ownership((0, 0, 0)).owner_of(torch.empty(0, dtype=torch.int64)).tolist() == []
