@@ -98,12 +98,6 @@ def frozen(turn, on_culprit, elsewhere, epoch):
     turn.step()
 
 
-def double_backward(turn, everywhere):
-    if not (turn.epoch == 1 if everywhere else turn.culprit):
-        return turn.step()
-    turn.loss(turn.forward()).backward(create_graph=True)
-
-
 def wrapped_by_ddp(turn):
     turn.model = nn.parallel.DistributedDataParallel(turn.model)
 
@@ -133,7 +127,6 @@ HOOKS = {
     "in a message, backward": ("GCN", lambda convs: convs[1].lin.weight.register_hook(boo)),
 }  # fmt: skip
 MATRICES = "mat1 and mat2 shapes cannot be multiplied (15x4 and 6x8)"
-DOUBLE = ("double backward through a sharded call is not supported", "create_graph=True")
 CHANGED = "has been modified by an inplace operation"
 ONE_BEGINS = {  # the error of rank 1, of which the others tell
     "narrow features, GCN": (RuntimeError, Mistake(fault(narrow), (MATRICES,))),
@@ -151,7 +144,6 @@ ONE_BEGINS = {  # the error of rank 1, of which the others tell
     **{f"a message input changed in place, {mode}": (
         RuntimeError, Mistake(fault(lambda turn: setattr(turn.model, "_harms", True)), (CHANGED,),
                               {"model": Maxima(), "mode": mode})) for mode in ("sar", "keep", "halo")},
-    "double backward": (RefusedError, Mistake(partial(double_backward, everywhere=False), DOUBLE)),
     "another error follows from the first": (KeyError, Mistake(cause_and_consequence, ("the cause",))),
 }  # fmt: skip
 
@@ -194,8 +186,6 @@ ALL_SAY = {
     "parameters of one shape, of which each is frozen on another rank": Mistake(  # their gradients would be added up
         partial(frozen, on_culprit="convs.1.bias", elsewhere="convs.0.bias", epoch=0),
         ("the models differ: convs.0.bias", "without a gradient"), {"model": Layers(*THREE)}),
-    **{f"double backward everywhere, {model}": Mistake(
-        partial(double_backward, everywhere=True), DOUBLE, {"model": model}) for model in ("GCN", "GAT")},
     "reentrant checkpointing": Mistake(lambda turn: turn.step(), ("use_reentrant=False",), {"model": AGAIN}),
 }  # fmt: skip
 

@@ -209,7 +209,6 @@ def test_backward_again(results: list[Any]) -> None:
     for rank, found in enumerate(of(results, "again")):
         for name, once in found["once"].items():
             close(found["twice"][name], 2 * once)
-        assert found["double"].startswith("RefusedError: double backward through a sharded call is not supported")
         told = "BatchNorm1d at 'norms.0' takes its statistics from the nodes of its own rank"
         assert [told in text for text in found["warned"]] == [True] * (rank == 0 and len(results) > 1)
 

@@ -50,12 +50,6 @@ def leaf(graph):
     return graph.x.clone().requires_grad_()
 
 
-def twice(at, comm, graph):
-    x = leaf(graph)
-    out = at.wrap(at.layer(), comm)(*in_order(at, x, graph))
-    torch.autograd.grad(out.square().sum(), x, create_graph=True)
-
-
 def mean(at, comm, graph):
     def centred(layer, *given):
         return (h := layer(*given)) - h.mean(0)
@@ -84,7 +78,6 @@ def loader(fanouts=(2,), seeds=None, **given):
 SAVE = r"save model.state_dict\(\) \(or shardpass.save_checkpoint\)"
 SCRIPTED = "cannot be scripted or traced"
 MODELS = {
-    "double backward": (RefusedError, "double backward through a sharded call is not supported", twice),
     "a mean of rows": (RefusedError, r"both\.py:\d+: .*`mean` puts rows together, over the nodes", mean),
     "another checkpoint": (
         ValueError, "checkpoint must be None or 'activations', found 'all'",

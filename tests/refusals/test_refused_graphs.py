@@ -183,13 +183,6 @@ def trusting(comm, g):
     g.update_all(lambda e: {"m": lin(e.src["x"], e.data["kind"], sorted_by_type=True)}, SUM)
 
 
-def twice(comm, g):
-    x = g.ndata["x"].clone().requires_grad_()
-    g.ndata["h"] = x
-    g.update_all(lambda e: {"m": e.src["h"] ** 2}, SUM)
-    torch.autograd.grad(g.ndata["out"].sum(), x, create_graph=True)
-
-
 def with_generator(comm, g):
     generator = torch.Generator().manual_seed(0)
     drawn = lambda e: {"m": torch.empty_like(e.src["x"]).bernoulli_(0.5, generator=generator)}  # noqa: E731
@@ -292,9 +285,6 @@ THREE = {
         KINDS, "ids",
         partial(_message, lambda e: {"m": e.src["x"]},
                 reduce=lambda n: {"out": n.mailbox["m"].sum(1) * n.nodes().view(-1, 1)}),
-    ),
-    "double backward through functions": (
-        RuntimeError, "create_graph", partial(_model, twice),
     ),
     "a streamed graph": (
         (ValueError, RefusedError), "stream_structure=True",

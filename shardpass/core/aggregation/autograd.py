@@ -127,10 +127,12 @@ class _Transposed(torch.autograd.Function):
         call: Call = ctx.call
         comm = call.plan.comm
         arrived = dict(zip(_linear_keys(call), grads))
-        rows = [
-            tensor if key.side != "src" else tensor.new_zeros(tensor.shape) if (grad := arrived.get(key)) is None else grad
-            for key, tensor in zip(call.keys, tensors)
-        ]
+        rows = []
+        for key, tensor in zip(call.keys, tensors):
+            if key.side == "src":
+                grad = arrived.get(key)
+                tensor = tensor.new_zeros(tensor.shape) if grad is None else grad
+            rows.append(tensor)
         structure = call.structure
         linear = replace(structure, reductions=tuple(replace(r, base=Base()) for r in structure.reductions))
         call = replace(call, structure=linear)

@@ -20,8 +20,8 @@ from shardpass.core.kernels import gather_rows, scatter_rows
 from shardpass.core.sharding import to_device, to_host
 
 Kind = Literal["src", "dst", "edge", "whole"]
-"""What the rows of a table belong to. A piece sees a source row per edge, the rows of its destinations, a row of each of
-its edges, or the whole table."""
+"""What the rows of a table belong to. A piece sees the source row of each edge, the rows of its destinations, the row of
+each edge, or the whole table."""
 
 Compute = Callable[[EdgePiece, list[Tensor]], Sequence[Tensor | None]]
 """What is computed of a piece; `None` stands for nothing but zeros."""
@@ -67,7 +67,9 @@ class EdgeFunction:
             if not pairs or not leaves:
                 return [None] * len(wanted)
             outs, grads = zip(*pairs)
-            found = list(torch.autograd.grad(outs, leaves, grads, create_graph=is_differentiated, allow_unused=True))
+            found: list[Tensor | None] = [
+                *torch.autograd.grad(outs, leaves, grads, create_graph=is_differentiated, allow_unused=True)
+            ]
             for (place, _), more in zip(extra, found[len(wanted) :]):
                 found[place] = _sum(found[place], more)
             return found[: len(wanted)]
@@ -130,7 +132,7 @@ class Pieces:
         if kind == "dst":
             return table[piece.window]
         if kind == "edge":
-            rows = table.index_select(0, piece.places)
+            rows = table[piece.places]
             return rows if self.streamed_to is None else to_device(rows, self.streamed_to)
         return table
 
@@ -141,7 +143,7 @@ class Pieces:
         elif kind == "dst":
             table[piece.window] += rows
         elif kind == "edge":
-            table.index_add_(0, piece.places, rows if self.streamed_to is None else to_host(rows))
+            table[piece.places] += rows if self.streamed_to is None else to_host(rows)  # each edge is there once
         else:
             table += rows
 
@@ -163,24 +165,24 @@ class _OfEdges(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.function, ctx.pieces = function, pieces
         ctx.save_for_backward(*tables)
-        detached, found = [table.detach() for table in tables], list[Tensor | None]([None] * len(function.like))
+        detached, found = [table.detach() for table in tables], dict[int, Tensor]()
         for piece in pieces:
             rows = [pieces.rows(kind, table, piece) for kind, table in zip(function.kinds, detached)]
             for k, (part, i) in enumerate(zip(function.compute(piece, rows), function.like)):
                 if part is None:
                     continue
-                if found[k] is None:
+                if k not in found:
                     found[k] = torch.zeros_like(detached[i], memory_format=torch.contiguous_format)
                 pieces.add(function.kinds[i], found[k], piece, part)
-        return tuple(found)
+        return tuple(found.get(k) for k in range(len(function.like)))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         function, tables = ctx.function, ctx.saved_tensors
-        given = [k for k, gradient in enumerate(gradients) if gradient is not None]
+        given = {k: gradient for k, gradient in enumerate(gradients) if gradient is not None}
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
         found = dict[int, Tensor | None]()
         if given:
-            adjoint = function.adjoint(given, [function.kinds[function.like[k]] for k in given], wanted)
-            found = dict(zip(wanted, of_edges(adjoint, ctx.pieces, [*tables, *(gradients[k] for k in given)])))
+            adjoint = function.adjoint([*given], [function.kinds[function.like[k]] for k in given], wanted)
+            found = dict(zip(wanted, of_edges(adjoint, ctx.pieces, [*tables, *given.values()])))
         return None, None, *(found.get(i) for i in range(len(tables)))

@@ -122,7 +122,9 @@ class _ByDestination:
         if self._edges is None:
             with ordinary_tensors():
                 numbers = edges_by_destination(edges, None)
-                self._edges = tuple(one.to(smallest_index_dtype(int(one.max()) + 1 if one.numel() else 0)) for one in numbers)
+                self._edges = tuple(
+                    one.to(smallest_index_dtype(int(one.max()) + 1 if one.numel() else 0)) for one in numbers
+                )
         if most not in self.cuts:
             self.cuts[most] = cut_by_destination(edges.degrees(), most)
         return Pieces(*self._edges, self.cuts[most], streamed_to)
@@ -147,7 +149,9 @@ class _Messages:
         self.call, self.unread = call, unread
         self.keys = [key for key in keys if key is not None]
         reductions = call.structure.reductions
-        self.by_kernels = all(r.form in ("ones", "copy", "scale") for r in reductions) and not call.structure.edge_output
+        self.by_kernels = (
+            all(r.form in ("ones", "copy", "scale") for r in reductions) and not call.structure.edge_output
+        )
 
     def __call__(self, piece: EdgePiece, rows: list[Tensor]) -> Sequence[Tensor | None]:
         own, captured = Sides.of(zip(self.keys, rows)), rows[len(self.keys) :]

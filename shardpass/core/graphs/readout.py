@@ -18,7 +18,6 @@ from shardpass.core.ranks import (
     derived,
     end_call,
     linear_call,
-    refuse_double_backward,
     summed,
     unfollowed,
 )
@@ -157,7 +156,10 @@ class _Reduce(torch.autograd.Function):
 
         if torch.is_grad_enabled():
             if ctx.is_product:  # `factor` has a gradient of its own
-                refuse_double_backward(ctx.label)
+                raise RefusedError(
+                    f"double backward through a product over ranks is not supported: the backward of {ctx.label!r} was "
+                    f"run with create_graph=True. Take the exponential of a sum of logarithms in its place"
+                )
             found = derived(ctx.comm, grads[1], lambda: [of_rows(summed(grads[0], ctx.comm, ctx.label))])
             return *found, *[None] * 7
         label = f"{ctx.label} backward"

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from shardpass.core.graphs import all_rows, reduce_rows
 from shardpass.core.ranks import chained
 from shardpass.core.training import row_moments, shifted, total_rows
-from shardpass.errors import DivergenceError, RefusedError
+from shardpass.errors import DivergenceError
 from shardpass.testing import run
 
 ON_THE_WHOLE = {
@@ -91,7 +91,7 @@ def test_moments_and_rows_are_differentiable(split):
     torch.testing.assert_close(torch.cat([r[1] for r in results]), whole.grad, rtol=1e-12, atol=1e-10)
 
 
-def test_recomputation_and_double_backward():
+def test_recomputation():
     def function(own, comm):
         _, mean, variance = row_moments(own, comm)
         return shifted(own, mean, variance.rsqrt()) * reduce_rows(own, "max", comm) + all_rows(own, comm).sum(0)
@@ -103,13 +103,6 @@ def test_recomputation_and_double_backward():
         kept = chained(comm, checkpoint, function, own, comm, use_reentrant=False)
         (again,) = torch.autograd.grad(kept.square().sum(), own)
         assert torch.equal(plain, again)
-        for one in (
-            lambda x: row_moments(x, comm)[1],
-            lambda x: reduce_rows(x, "sum", comm),
-            lambda x: all_rows(x, comm),
-        ):
-            with pytest.raises(RefusedError, match="double backward"):
-                torch.autograd.grad(one(own).sum(), own, create_graph=True)
 
     run(work, 2)
 
