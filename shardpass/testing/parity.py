@@ -115,7 +115,8 @@ def evaluate_rank(
     if not has_types:
         ids[""] = share.node_ids if outputs[""].size(0) == share.num_own_nodes else share.edge_ids
     losses = [(outputs[kind] * cotangent(out)[ids[kind]]).sum() for kind, out in _by_kind(whole).items()]
-    inputs, given = _differentiable(fields, has_types), {**typed.node, **typed.edge}
+    inputs = _differentiable(fields, has_types)
+    given: Tensors = {**typed.node, **typed.edge}
     ways = [cotangent(given[kind][name.removesuffix(f" of {kind}")])[ids[kind]] for kind, name, _ in inputs]
     _of_order(order, torch.stack(losses).sum(), [(t, way) for (_, _, t), way in zip(inputs, ways)]).backward()
     sync_gradients(mine, comm)  # if it is not wrapped

@@ -15,9 +15,8 @@ from .dgl_cases import CONVS, graph_of
 from .dgl_parity import caller
 from .how_much import MODES, owners_of
 
-ATTENTION = {
-    name for name in CONVS if name.startswith(("GATConv", "GATv2Conv", "DotGatConv", "AGNNConv", "EdgeGAT", "Sequential"))
-}  # fmt: skip
+_SOFTMAX = ("GATConv", "GATv2Conv", "DotGatConv", "AGNNConv", "EdgeGAT", "Sequential")
+ATTENTION = {name for name in CONVS if name.startswith(_SOFTMAX)}
 NOT_TWICE = {  # in DGL: a slope of infinity, labels without gradients, memory that backward frees
     "TWIRLSUnfoldingAndAttention plain", "EGNNConv", "EGNNConv edges", "LabelPropagation", "LabelPropagation reset",
     "LabelPropagation multi-label", "GroupRevRes", "GroupRevRes edges",

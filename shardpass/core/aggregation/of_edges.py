@@ -20,8 +20,8 @@ from shardpass.core.kernels import gather_rows, scatter_rows
 from shardpass.core.sharding import to_device, to_host
 
 Kind = Literal["src", "dst", "edge", "whole"]
-"""What the rows of a table belong to. A piece sees the source row of each edge, the rows of its destinations, the row of
-each edge, or the whole table."""
+"""What the rows of a table belong to. A piece sees the source row of each edge, the rows of its destinations, the rows
+of its edges, or the whole table."""
 
 Compute = Callable[[EdgePiece, list[Tensor]], Sequence[Tensor | None]]
 """What is computed of a piece; `None` stands for nothing but zeros."""

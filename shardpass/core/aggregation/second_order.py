@@ -68,21 +68,21 @@ def differentiable_gradients(
     for tensor in tensors[len(call.keys) :]:
         tables.take(None, "whole", tensor, tensor.requires_grad)
     function = EdgeFunction(_Messages(call, tables.keys, unread), tuple(tables.kinds), others=_others(call, tables))
-    given = [k for k, grad in enumerate(grads) if grad is not None]
+    given = {k: grad.contiguous() for k, grad in enumerate(grads) if grad is not None}
     of_results: Kind = "edge" if structure.edge_output else "dst"
-    adjoint = function.adjoint(given, [of_results] * len(given), tables.wanted)
-    found = of_edges(adjoint, _pieces(call, tables), [*tables.rows, *(grads[k].contiguous() for k in given)])
-    by_table = dict(zip(tables.wanted, found)) if given else {}
+    adjoint = function.adjoint([*given], [of_results] * len(given), tables.wanted)
+    found = of_edges(adjoint, _pieces(call, tables), [*tables.rows, *given.values()])
+    by_table = dict(zip(tables.wanted, found))
     results, captures = dict[Key, Tensor | None](), list[Tensor | None]()
-    for number, (key, rows) in enumerate(zip(tables.keys, tables.rows)):
+    for number, (of, rows) in enumerate(zip(tables.keys, tables.rows)):
         grad = by_table.get(number)
-        if key is None:
+        if of is None:
             captures.append(grad)
             continue
-        if key.side == "src" and key in call.gradients:  # other ranks may have found some
+        if of.side == "src" and of in call.gradients:  # other ranks may have found some
             there, back = _carriers(call)
             grad = _carried(call, torch.zeros_like(rows) if grad is None else grad, back, there)
-        results[key] = grad
+        results[of] = grad
     return [*(results.get(key) for key in call.keys), *captures]
 
 
@@ -115,19 +115,22 @@ class _ByDestination:
 
     def __init__(self) -> None:
         self.cuts: dict[int, list[Cut]] = {}
-        self._edges: tuple[Tensor, Tensor, Tensor] | None = None
+        self._edges: tuple[Tensor, ...] | None = None
 
     def pieces(self, edges: EdgeShards, most: int, streamed_to: torch.device | None) -> Pieces:
         """Pieces of `most` edges, or more where a node has more."""
         if self._edges is None:
             with ordinary_tensors():
                 numbers = edges_by_destination(edges, None)
-                self._edges = tuple(
-                    one.to(smallest_index_dtype(int(one.max()) + 1 if one.numel() else 0)) for one in numbers
-                )
+                self._edges = tuple(map(_narrow, numbers))
         if most not in self.cuts:
             self.cuts[most] = cut_by_destination(edges.degrees(), most)
-        return Pieces(*self._edges, self.cuts[most], streamed_to)
+        src_rows, dst_rows, places = self._edges
+        return Pieces(src_rows, dst_rows, places, self.cuts[most], streamed_to)
+
+
+def _narrow(numbers: Tensor) -> Tensor:
+    return numbers.to(smallest_index_dtype(int(numbers.max()) + 1 if numbers.numel() else 0))
 
 
 def _pieces(call: Call, tables: _Tables) -> Pieces:
@@ -148,10 +151,8 @@ class _Messages:
     def __init__(self, call: Call, keys: Sequence[Key | None], unread: dict[str, Tensor]) -> None:
         self.call, self.unread = call, unread
         self.keys = [key for key in keys if key is not None]
-        reductions = call.structure.reductions
-        self.by_kernels = (
-            all(r.form in ("ones", "copy", "scale") for r in reductions) and not call.structure.edge_output
-        )
+        forms = {reduction.form for reduction in call.structure.reductions}
+        self.by_kernels = forms <= {"ones", "copy", "scale"} and not call.structure.edge_output
 
     def __call__(self, piece: EdgePiece, rows: list[Tensor]) -> Sequence[Tensor | None]:
         own, captured = Sides.of(zip(self.keys, rows)), rows[len(self.keys) :]

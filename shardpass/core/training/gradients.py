@@ -241,7 +241,7 @@ class _Whole(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         ctx.has_part = [part is not None for part in parts]
-        return tuple(sums.summed(parameters, [part if part is None else part.clone() for part in parts], label))
+        return tuple(sums.summed(parameters, tuple(part if part is None else part.clone() for part in parts), label))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
