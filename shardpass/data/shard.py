@@ -22,7 +22,7 @@ from shardpass.core.ranks import (
     tensor_digest,
 )
 from shardpass.core.sharding import HOST, NODE, NodeType
-from shardpass.data.by_space import bisected
+from shardpass.data.by_space import bisected, refined
 from shardpass.data.file_rows import FileRows
 from shardpass.data.in_memory import Owners, Structure, structure_of
 from shardpass.data.raw import RawGraph
@@ -55,7 +55,8 @@ def shard(
         comm: the ranks that share it. `None` is this process alone.
         parts: the rank of each node, ``[num_nodes]`` integers, or a dict of these by node type.
         by: how nodes are given to ranks where `parts` does not say: ``"range"`` gives each rank as many nodes, in their
-            order; ``"space"`` as many that lie close together, by the node field ``pos``.
+            order; ``"space"`` nodes that lie close together, by the node field ``pos``: as many, or a few more where
+            that cuts fewer edges.
         options: as of `load`.
         drop: names of fields to leave out.
 
@@ -181,7 +182,7 @@ def _owner(raw: RawGraph, kind: NodeType, parts: Any, by: By, size: int) -> Tens
         raise ValueError(f"shard(parts=): expected a dict, with the ranks of the nodes of {[*raw.num_nodes]}")
     given, count = parts.get(kind) if isinstance(parts, Mapping) else parts, raw.num_nodes[kind]
     if given is None:
-        return None if by == "range" else bisected(_positions(raw, kind), size)
+        return None if by == "range" else _close_together(raw, kind, size)
     what = f"shard(parts=): the ranks of {kind!r} nodes"
     try:
         owner = torch.as_tensor(given).cpu()
@@ -197,6 +198,12 @@ def _owner(raw: RawGraph, kind: NodeType, parts: Any, by: By, size: int) -> Tens
         position = int((owner == wrong).nonzero()[0])
         raise ValueError(f"{what}: {wrong} at position {position} is no rank; there are {size}, from 0")
     return owner.long()
+
+
+def _close_together(raw: RawGraph, kind: NodeType, size: int) -> Tensor:
+    owner = bisected(_positions(raw, kind), size)
+    edges = [(ends.src, ends.dst) for ends_in, ends in raw.edges.items() if ends_in[::2] == (kind, kind)]
+    return refined(owner, edges, size) if edges and size > 1 else owner
 
 
 def _positions(raw: RawGraph, kind: NodeType) -> Tensor:
