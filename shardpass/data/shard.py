@@ -25,7 +25,7 @@ from shardpass.core.sharding import HOST, NODE, NodeType
 from shardpass.data.by_space import bisected, refined
 from shardpass.data.file_rows import FileRows
 from shardpass.data.in_memory import Owners, Structure, structure_of
-from shardpass.data.raw import RawGraph
+from shardpass.data.raw import ADJACENCY, RawGraph
 from shardpass.data.readers.dispatch import read
 from shardpass.data.rows import Field
 from shardpass.errors import DivergenceError
@@ -137,7 +137,8 @@ def _check_arguments(data: Any, drop: Collection[str]) -> None:
         raise TypeError(f"shard(drop={drop!r}): expected names of fields, such as [{drop!r}]")
     fields = [field for store in _stores_of(data) for field in store.items()]
     names = {name for name, _ in fields if isinstance(name, str)}
-    if unknown := set(drop) - names:
+    values = {"edge_weight", "edge_attr"} if ADJACENCY in names else set()  # what those of a matrix are called here
+    if unknown := set(drop) - names - values:
         raise ValueError(f"shard(drop=): there is no field {sorted(unknown)}; there are {sorted(names)}")
     for name, value in fields:
         if isinstance(value, Tensor) and value.requires_grad and name not in drop:
@@ -168,7 +169,7 @@ def _tensors_of(data: Any, parts: Any) -> list[Tensor]:
     stores = [] if isinstance(getattr(data, "ntypes", None), list) else _stores_of(data)
     found = [store["edge_index"] for store in stores if "edge_index" in store]
     found += [] if parts is None else [*parts.values()] if isinstance(parts, Mapping) else [parts]
-    has_matrices = any("adj_t" in store for store in stores)
+    has_matrices = any(ADJACENCY in store for store in stores)
     return found if not has_matrices and all(type(one) is Tensor for one in found) else []
 
 
