@@ -68,8 +68,11 @@ CASES: dict[type[Exception], dict[str, tuple[Callable[[Wrong], Any], str]]] = {
         "seed swapped": (lambda at: sp.seed(at.comm, 0), IN_ITS_PLACE.format("int")),
         "loss without ranks": (lambda at: at.loss(at.graph.y, None), "missing 1 required .* argument: 'comm'"),
         "loss swapped": (lambda at: at.loss(at.graph.y, at.comm, at.graph.y > 0), IN_ITS_PLACE.format("Tensor")),
-        "a table without its graph": (lambda at: sp.NodeEmbedding(NODES, 8), "shardpass.load returned, but got int"),
-        "gather swapped": (lambda at: sp.gather(at.out, at.graph), "shardpass.load returned, but got Tensor"),
+        "a table without its graph": (
+            lambda at: sp.NodeEmbedding(NODES, 8),
+            "shardpass.load or shard returned, but got int",
+        ),
+        "gather swapped": (lambda at: sp.gather(at.out, at.graph), "shardpass.load or shard returned, but got Tensor"),
         "the graph alone": (
             lambda at: at.model(at.graph),
             r"GCN\.forward\(\): missing .*: call model\(graph\.x, graph\.edge_in",
@@ -120,7 +123,7 @@ class Dataset:
     ("graph", "words"),
     [
         ([data()], r"from a list: pass its only item, data\[0\]; expected"),
-        ([data(), data()], r"from a list: a store holds one graph; .*from_data_list joins several"),
+        ([data(), data()], r"from a list: one graph is expected; .*from_data_list joins several"),
         (Dataset(), r"from a Dataset: of a dataset pass the graph in it, dataset\[0\]"),
         (3, "cannot read a graph from a int; expected"),
     ],
