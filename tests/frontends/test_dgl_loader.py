@@ -168,7 +168,7 @@ def test_what_is_refused(comm):
         sp.dgl.DataLoader(own, own.train_mask, sampler, batch_size=0)
     with pytest.raises(TypeError, match="DataLoader got device='cuda:7'"):
         sp.dgl.DataLoader(own, own.train_mask, sampler, device="cuda:7")
-    with pytest.raises(TypeError, match=r"graph that shardpass.load returned, found a DGLGraph"):
+    with pytest.raises(TypeError, match=r"graph that shardpass.load or shard returned, found a DGLGraph"):
         sp.dgl.DataLoader(dgl.graph(([0], [1])), own.train_mask, sampler)
     for seeds, words in ((None, "got None"), ("all", "got 'all'"), (own.train_mask.float(), "got torch.float32")):
         with pytest.raises(ValueError, match=f"expected a .*mask or own rows.*{words}"):

@@ -288,7 +288,7 @@ def test_functions_of_dgl_are_named_with_a_reason(name):
 
 @pytest.mark.parametrize("name", ["add_self_loop", "reverse", "metapath_reachable_graph"])
 def test_transforms_of_what_load_returned_say_when_to_apply_them(name):
-    with pytest.raises(AttributeError, match=r"a transform of DGL is given the graph .* before you partition it"):
+    with pytest.raises(AttributeError, match=r"a transform of DGL is given the graph .* before it is cut"):
         run(lambda comm: getattr(dgl, name)(share(comm), *GIVEN.get(name, ())), 1)
 
 

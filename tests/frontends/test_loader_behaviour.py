@@ -80,7 +80,11 @@ def test_fields_that_come_with_a_batch():
         ({"time_attr": "t"}, TypeError, "there is no temporal sampling"),
         ({"colour": 1}, TypeError, r"colour=1, which is not supported on a sharded graph; see help"),
         ({"node_attrs": "x"}, ValueError, r"node_attrs is 'x'; expected a list of names, such as \['x'\]"),
-        ({"graph": object()}, TypeError, "NeighborLoader takes the graph that shardpass.load returned, found a object"),
+        (
+            {"graph": object()},
+            TypeError,
+            "NeighborLoader takes the graph that shardpass.load or shard returned, found a object",
+        ),
         ({"batch_size": 0}, ValueError, "batch_size is 0; expected an integer, 1 or more"),
         ({"prefetch": -1}, ValueError, "prefetch is -1; expected an integer, 0 or more"),
         ({"num_neighbors": 5}, ValueError, r"num_neighbors is 5; expected a list of one number per hop"),

@@ -45,7 +45,7 @@ class NodeEmbedding(nn.Module):
         super().__init__()
         if not isinstance(graph, ShardedGraph):
             raise TypeError(
-                f"NodeEmbedding(graph, dim): `graph` must be what shardpass.load returned, but got "
+                f"NodeEmbedding(graph, dim): `graph` must be what shardpass.load or shard returned, but got "
                 f"{type(graph).__name__}: the table takes the number of nodes from the graph"
             )
         dim = require_count(dim, "channels", "NodeEmbedding(graph, dim)", 1, _MOST_CHANNELS)

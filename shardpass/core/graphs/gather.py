@@ -38,7 +38,8 @@ def gather(
     """
     if not isinstance(graph, ShardedGraph):
         raise TypeError(
-            f"gather(graph, rows): `graph` must be what shardpass.load returned, but got {type(graph).__name__}"
+            f"gather(graph, rows): `graph` must be what shardpass.load or shard returned, but got "
+            f"{type(graph).__name__}"
         )
     require_tensor(rows, "rows", "gather(graph, rows)")
     path = None if path is None else require_path(path, "gather(graph, rows, path=)")

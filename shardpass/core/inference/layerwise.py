@@ -84,7 +84,8 @@ def infer(
     """
     if not isinstance(graph, ShardedGraph):
         raise TypeError(
-            f"infer(model, graph, path): `graph` must be what shardpass.load returned, but got {type(graph).__name__}"
+            f"infer(model, graph, path): `graph` must be what shardpass.load or shard returned, but got "
+            f"{type(graph).__name__}"
         )
     comm, path = graph.comm, require_path(path, "infer(model, graph, path)")
     if not getattr(model, "_shardpass_wrapped", False):

@@ -23,7 +23,7 @@ def graph(sharded: ShardedGraph) -> ShardedDGLGraph:
         ValueError: it was loaded with ``Options(stream_structure=True)``, which is for PyG's layers.
     """
     if not isinstance(sharded, ShardedGraph):
-        raise TypeError(f"expected the graph that shardpass.load returned, found a {type(sharded).__name__}")
+        raise TypeError(f"expected the graph that shardpass.load or shard returned, found a {type(sharded).__name__}")
     if sharded.options.stream_structure:
         raise ValueError("dgl.graph of a graph loaded with Options(stream_structure=True): load it without that option")
     node_types, edge_types = ({NODE: DGL_NODE}, {EDGE: DGL_EDGE}) if sharded.is_homogeneous else ({}, {})

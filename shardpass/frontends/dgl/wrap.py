@@ -149,8 +149,8 @@ class _Method(OutermostCall):
         if not all(isinstance(graph, ShardedDGLGraph) for graph in given):
             raise RefusedError(
                 f"{type(self.model).__name__} is wrapped, but was called with an ordinary DGLGraph or holds one: nodes "
-                f"of a sharded graph are numbered anew on every rank. Pass the graph that shardpass.load returned; for "
-                f"an ordinary graph, load the state_dict into a model that is not wrapped"
+                f"of a sharded graph are numbered anew on every rank. Pass the graph that shardpass.load or shard "
+                f"returned; for an ordinary graph, load the state_dict into a model that is not wrapped"
             )
         self._is_of_parts = any(graph.core is None for graph in given)
         self.gives_own_rows = not self._is_of_parts

@@ -66,7 +66,7 @@ def settings_of(
         TypeError, ValueError: naming the argument that is wrong.
     """
     if not isinstance(graph, ShardedGraph):
-        raise TypeError(f"{name} takes the graph that shardpass.load returned, found a {type(graph).__name__}")
+        raise TypeError(f"{name} takes the graph that shardpass.load or shard returned, found a {type(graph).__name__}")
     _refuse(name, others)
     nodes = {kind: sorted(graph.fields_of(kind)) for kind in graph.node_types}
     edges = {kind: sorted(graph.relations[kind].fields) for kind in graph.edge_types}

@@ -62,8 +62,8 @@ def refuse_ordinary(name: str, edge_index: Any) -> None:
     if not isinstance(edge_index, ShardedEdgeIndex):
         raise RefusedError(
             f"{user_line()}: {name}: edge_index is an ordinary {type(edge_index).__name__}, but nodes of a sharded "
-            f"graph are numbered anew on every rank. Pass the graph that shardpass.load returned where edge_index "
-            f"went. For an ordinary graph, load the state_dict into a model that is not wrapped"
+            f"graph are numbered anew on every rank. Pass the graph that shardpass.load or shard returned "
+            f"where edge_index went. For an ordinary graph, load the state_dict into a model that is not wrapped"
         )
 
 
