@@ -110,7 +110,7 @@ class TestPyG:
         ("fields", "words"),
         [
             ({"x": torch.rand(6, 2), "y": torch.ones(5), "m": torch.ones(5)}, "the rows of y, m, correct x instead"),
-            ({"x": torch.rand(5, 2), "edge_attr": torch.rand(6)}, r"rows of x\), nor per edge \(4\).*edge_attr'\] of .*read$"),
+            ({"x": torch.rand(5, 2), "edge_attr": torch.rand(6)}, r"rows of x\), nor per edge \(4\).*'\] of .*read$"),
             ({"adj": torch.rand(5, 5), "edge_index": None}, "dense_to_sparse makes it of a dense matrix"),
             ({"x": torch.rand(5, 2), "edge_index": edge_index().T}, r"shape \[4, 2\]; .*: transpose it"),
         ],
