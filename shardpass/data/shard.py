@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from shardpass.data.by_space import bisected, refined
 from shardpass.data.file_rows import FileRows
 from shardpass.data.in_memory import Owners, Structure, structure_of
 from shardpass.data.raw import ADJACENCY, RawGraph
+from shardpass.data.readers.dgl import is_dgl
 from shardpass.data.readers.dispatch import read
 from shardpass.data.rows import Field
 from shardpass.errors import DivergenceError
@@ -90,9 +92,18 @@ class _Given(NamedTuple):
 
 
 class _Structures(Known[Structure]):
-    """What was made of the last few edge tensors."""
+    """What was made of the last few edge tensors, and of graphs of DGL, which make their tensors anew each time."""
 
     made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_graphs = WeakKeyDictionary[Any, tuple[Any, Structure]]()
+
+    def of_graph(self, graph: Any, key: Any) -> Structure | None:
+        """What was made of a graph of DGL whose edges had an equal `key`."""
+        known, structure = self.of_graphs.get(graph, (None, None))
+        return structure if known == key else None
 
 
 def _sharded(
@@ -100,7 +111,11 @@ def _sharded(
 ) -> ShardedGraph:
     kept, tensors = comm.caches.of(_Structures), _tensors_of(data, parts)
     key = repr(options), by, (*parts,) if isinstance(parts, Mapping) else ()
-    given = _given(data, comm, parts, by, drop, kept.find(key, tensors) if tensors else None)
+    if contents := _contents_of(data, parts):
+        known = kept.of_graph(data, (key, contents))
+    else:
+        known = kept.find(key, tensors) if tensors else None
+    given = _given(data, comm, parts, by, drop, known)
     codes = _codes(comm, options, given)
     if any(number != codes[0][1] for _, number in codes):  # some ranks know the edges, and others do not
         given = _given(data, comm, parts, by, drop, None)
@@ -113,7 +128,9 @@ def _sharded(
     if structure is None:
         kept.made += 1
         structure = structure_of(raw, given.owners, comm, options, kept.made)
-        if tensors:
+        if contents:
+            kept.of_graphs[data] = (key, contents), structure
+        elif tensors:
             kept.keep(key, tensors, structure)
     return structure.graph(raw, comm, options)
 
@@ -171,6 +188,17 @@ def _tensors_of(data: Any, parts: Any) -> list[Tensor]:
     found += [] if parts is None else [*parts.values()] if isinstance(parts, Mapping) else [parts]
     has_matrices = any(ADJACENCY in store for store in stores)
     return found if not has_matrices and all(type(one) is Tensor for one in found) else []
+
+
+def _contents_of(data: Any, parts: Any) -> tuple[Any, ...]:
+    """What tells the edges of a `DGLGraph` and the parts apart; empty for other graphs, and where it is on a device."""
+    if not is_dgl(data) or type(data).__module__.split(".")[0] != "dgl" or data.is_block or data.device.type != "cpu":
+        return ()
+    given = [] if parts is None else [*parts.values()] if isinstance(parts, Mapping) else [parts]
+    edges = [ends for kind in data.canonical_etypes for ends in data.all_edges("all", None, kind)]
+    if not all(isinstance(one, Tensor) and one.device.type == "cpu" for one in given):
+        return ()
+    return tuple((one.dtype, *one.shape, checksum(one)) for one in (*edges, *given))
 
 
 def _owner(raw: RawGraph, kind: NodeType, parts: Any, by: By, size: int) -> Tensor | None:

@@ -135,6 +135,33 @@ def test_the_same_edges_are_found_again_until_they_change() -> None:
     run(work, 3)
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_graph_of_dgl_is_found_again_until_it_changes(ranks: int) -> None:
+    made = [dgl.graph((WHOLE.edge_index[0], WHOLE.edge_index[1]), num_nodes=N) for _ in range(ranks)]
+    parts = owners(ranks)
+
+    def work(comm: Any) -> None:
+        g = made[comm.rank]
+        first = sp.shard(g, comm, parts=parts)
+        g.ndata["x"] = WHOLE.node["x"]
+        second = sp.shard(g, comm, parts=parts)
+        assert second.relation.plan is first.relation.plan and "x" in second.node
+        assert sp.shard(g, comm).relation.plan is not first.relation.plan
+        g.add_edges(torch.tensor([0]), torch.tensor([N - 1]))
+        g.remove_edges(torch.tensor([0]))
+        third = sp.shard(g, comm, parts=parts)
+        assert third.relation.plan is not first.relation.plan and third.total_edges == E
+        at = (third.edge_ids == E - 1).nonzero()
+        assert third.node_ids[third.edge_index[1][at]] == N - 1 if len(at) else True
+        plan = weakref.ref(third.relation.plan)
+        del first, second, third, g
+        made[comm.rank] = None
+        gc.collect()
+        assert plan() is None
+
+    run(work, ranks)
+
+
 def test_a_graph_that_is_gone_leaves_nothing() -> None:
     def work(comm: Any) -> None:
         plans = []
