@@ -1,7 +1,7 @@
 """MeshGraphNets (Pfaff et al., 2021): learns how heat spreads on a mesh, and rolls it out over 20 steps.
 
     python examples/meshgraphnets.py
-    python examples/meshgraphnets.py heat.svg 360    # draws the last step, after 360 epochs
+    python examples/meshgraphnets.py heat.svg    # draws the last step
     mpirun -n 2 python examples/meshgraphnets.py
 
 Any number of ranks gives the same numbers. Compare ``examples/custom_layer.py`` for one layer alone.
@@ -106,7 +106,7 @@ def main():
     with sp.seed(0, comm):
         model = sp.pyg.wrap(MeshGraphNet(2, 3, 1), comm)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for epoch in range(int(sys.argv[2]) if len(sys.argv) > 2 else 54):
+    for epoch in range(54):
         time = epoch % 18
         heat = mesh.heat[:, time]
         for _ in range(3):  # backpropagation goes through three steps
