@@ -178,6 +178,26 @@ def test_a_graph_that_is_gone_leaves_nothing() -> None:
     run(work, 2)
 
 
+def test_fields_of_graphs_that_are_gone_are_forgotten() -> None:
+    """A script's own rows are followed for as long as it runs, over any number of graphs."""
+
+    def work(comm: Any) -> None:
+        counts = []
+        for step in range(40):
+            graph = sp.shard(
+                {"edge_index": WHOLE.edge_index % (N - step % 20), "x": WHOLE.node["x"][: N - step % 20]}, comm
+            )
+            assert graph.x.size(0) == graph.num_own_nodes
+            if step % 20 == 19:
+                comm.barrier()
+                gc.collect()
+                counts.append(sum(type(one).__name__ == "RowSet" for one in gc.get_objects()))
+                comm.barrier()
+        assert counts[1] < counts[0] + 10, counts
+
+    run(work, 2)
+
+
 BAD: dict[str, tuple[Callable[[int], dict[str, Any]], type[Exception], str]] = {
     "a part that is no rank": (lambda _: {"parts": torch.full((N,), 3)}, ValueError, "3 at position 0 is no rank"),
     "parts of other nodes": (lambda _: {"parts": torch.zeros(3).long()}, ValueError, "one for each node"),
