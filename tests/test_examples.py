@@ -132,9 +132,36 @@ def test_meshgraphnets(launcher: str, ranks: int, folder: Path) -> None:
     """The same error on any number of ranks."""
     if launcher == "mpirun" and find_program("mpirun") is None:
         pytest.skip("there is no mpirun here")
-    text = run(launcher, "meshgraphnets", folder)
+    pytest.importorskip("matplotlib")
+    text = run(launcher, "meshgraphnets", folder, "heat.svg")
+    assert "<svg" in (folder / "heat.svg").read_text()
     found = re.search(r"error ([0-9.]+) over 20 steps, ([0-9.]+) if nothing changed, on (\d+) rank", text)
     assert found and float(found[1]) < float(found[2]) / 2 and int(found[3]) == ranks
+
+
+def test_one_device(folder: Path) -> None:
+    """The numbers of PyG, with less memory."""
+    text = run("python", "one_device", folder, "8000", "20", "cpu")
+    found = re.findall(r"(\w+): loss ([0-9.]+), [0-9.]+ s a step, (\d+) MiB at its peak", text)
+    assert [name for name, *_ in found] == ["shardpass", "PyG"]
+    (_, loss, peak), (_, expected, most) = found
+    assert float(loss) == pytest.approx(float(expected), abs=2e-4) and (
+        sys.platform != "linux" or 2 * int(peak) < int(most)
+    )
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [("python", 1), pytest.param("torchrun", 2, marks=[pytest.mark.processes, pytest.mark.long])],
+)
+def test_structures(launcher: str, ranks: int, folder: Path) -> None:
+    """The same energies on any number of ranks, and memory stays as it is."""
+    if sys.platform != "linux":
+        pytest.skip("it reads the memory of the process from /proc")
+    text = run(launcher, "structures", folder, "40")
+    found = re.search(r"mean energy ([0-9.]+), on (\d+) rank\(s\)\n.*: ([0-9.]+) of that", text)
+    assert found and float(found[1]) == pytest.approx(12.367715, abs=1e-5) and int(found[2]) == ranks
+    assert float(found[3]) < 1.03
 
 
 DGL_EXAMPLES = {
@@ -200,6 +227,7 @@ def test_sampling(name: str, accuracy: float, launcher: str, ranks: int, folder:
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_examples_are_short_and_say_how_to_run_them(path: Path) -> None:
     text = path.read_text()
-    assert len(text.splitlines()) <= (120 if path.stem == "meshgraphnets" else 75)  # a mesh and its solver are in it
+    most = 130 if path.stem == "meshgraphnets" else 75  # a mesh, its solver and a picture are in it
+    assert len(text.splitlines()) <= most
     assert f"python examples/{path.name}" in text.split('"""')[1]
     assert "argparse" not in text and os.path.basename(path) in text

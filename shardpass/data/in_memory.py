@@ -13,7 +13,7 @@ from shardpass.core.exchange import node_set
 from shardpass.core.graphs import OwnFields, Relation, ShardedGraph, ShardedHeteroGraph, relation_of, row_of_last
 from shardpass.core.ranks import Options, Ranks
 from shardpass.core.sharding import EDGE, HOST, NODE, EdgeType, NodeType, Ownership, edges_by_owner, stable_order
-from shardpass.data.raw import RawGraph
+from shardpass.data.raw import ADJACENCY, RawGraph
 from shardpass.data.rows import SIGNED_TWIN, Field, take_rows
 
 Owners = Mapping[NodeType, Tensor | None]
@@ -105,7 +105,11 @@ class Structure:
             {kind: placed.ids for kind, placed in self.nodes.items()}, fields, relations,
             total_edges=raw.num_edges, num_classes=classes,
         )  # fmt: skip
-        graph.graph_fields = dict(raw.graph_fields)
+        graph.graph_fields = {
+            name: value.to(comm.device) if isinstance(value, Tensor) else value
+            for name, value in raw.graph_fields.items()
+            if name != ADJACENCY
+        }
         return graph
 
 
@@ -133,9 +137,10 @@ def _own_edges(
         return torch.arange(num_edges, device=comm.device) if chosen is None else chosen
 
     last_node = row_of_last(source.ids, source.ownership.num_total) if kind[0] == kind[2] else None
+    weights = str(raw.graph_fields.get(ADJACENCY, "")).split()
     relation = relation_of(
         comm, owners, source.ownership.num_own(comm.rank), last - first, edge_ids, {}, options, (kind[0], kind[2]),
-        order, last_node,
+        order, last_node, next((name for name in weights if name in raw.edge_fields.get(kind, {})), None),
     )  # fmt: skip
     return OwnEdges(chosen, relation)
 

@@ -100,6 +100,7 @@ def as_tensor(values: Any, what: str) -> Tensor:
             warnings.filterwarnings("ignore", message=".*not writable.*")  # fields are only ever read
             return torch.from_numpy(array)
     except TypeError:
+        objects = " (objects, such as lists of different lengths)" if array.dtype == object else ""
         raise TypeError(
-            f"{what} has the type {array.dtype}, which tensors cannot hold; expected numbers or booleans"
+            f"{what} has the type {array.dtype}{objects}, which tensors cannot hold; expected numbers or booleans"
         ) from None

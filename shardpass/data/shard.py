@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -25,10 +26,11 @@ from shardpass.core.ranks import (
     tensor_digest,
 )
 from shardpass.core.sharding import HOST, NODE, NodeType
-from shardpass.data.by_space import bisected
+from shardpass.data.by_space import bisected, refined
 from shardpass.data.file_rows import FileRows
 from shardpass.data.in_memory import Owners, Structure, structure_of
-from shardpass.data.raw import RawGraph
+from shardpass.data.raw import ADJACENCY, RawGraph
+from shardpass.data.readers.dgl import is_dgl
 from shardpass.data.readers.dispatch import read
 from shardpass.data.rows import Field
 
@@ -57,7 +59,8 @@ def shard(
         comm: the ranks that share it. `None` is this process alone.
         parts: the rank of each node, ``[num_nodes]`` integers, or a dict of these by node type.
         by: how nodes are given to ranks where `parts` does not say: ``"range"`` gives each rank as many nodes, in their
-            order; ``"space"`` as many that lie close together, by the node field ``pos``.
+            order; ``"space"`` nodes that lie close together, by the node field ``pos``: as many, or a few more where
+            that cuts fewer edges.
         options: as of `load`.
         drop: names of fields to leave out.
 
@@ -90,9 +93,18 @@ class _Given(NamedTuple):
 
 
 class _Structures(Known[Structure]):
-    """What was made of the last few edge tensors."""
+    """What was made of the last few edge tensors, and of graphs of DGL, which make their tensors anew each time."""
 
     made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_graphs = WeakKeyDictionary[Any, tuple[Any, Structure]]()
+
+    def of_graph(self, graph: Any, key: Any) -> Structure | None:
+        """What was made of a graph of DGL whose edges had an equal `key`."""
+        known, structure = self.of_graphs.get(graph, (None, None))
+        return structure if known == key else None
 
 
 def _sharded(
@@ -100,7 +112,11 @@ def _sharded(
 ) -> ShardedGraph:
     kept, tensors = comm.caches.of(_Structures), _tensors_of(data, parts)
     key = repr(options), by, (*parts,) if isinstance(parts, Mapping) else ()
-    given = _given(data, comm, parts, by, drop, kept.find(key, tensors) if tensors else None)
+    if contents := _contents_of(data, parts):
+        known = kept.of_graph(data, (key, contents))
+    else:
+        known = kept.find(key, tensors) if tensors else None
+    given = _given(data, comm, parts, by, drop, known)
     codes = _codes(comm, options, given)
     if any(number != codes[0][1] for _, number in codes):  # some ranks know the edges, and others do not
         given = _given(data, comm, parts, by, drop, None)
@@ -113,7 +129,9 @@ def _sharded(
     if structure is None:
         kept.made += 1
         structure = structure_of(raw, given.owners, comm, options, kept.made)
-        if tensors:
+        if contents:
+            kept.of_graphs[data] = (key, contents), structure
+        elif tensors:
             kept.keep(key, tensors, structure)
     return structure.graph(raw, comm, options)
 
@@ -137,7 +155,8 @@ def _check_arguments(data: Any, drop: Collection[str]) -> None:
         raise TypeError(f"shard(drop={drop!r}): expected names of fields, such as [{drop!r}]")
     fields = [field for store in _stores_of(data) for field in store.items()]
     names = {name for name, _ in fields if isinstance(name, str)}
-    if unknown := set(drop) - names:
+    values = {"edge_weight", "edge_attr"} if ADJACENCY in names else set()  # what those of a matrix are called here
+    if unknown := set(drop) - names - values:
         raise ValueError(f"shard(drop=): there is no field {sorted(unknown)}; there are {sorted(names)}")
     for name, value in fields:
         if isinstance(value, Tensor) and value.requires_grad and name not in drop:
@@ -168,8 +187,19 @@ def _tensors_of(data: Any, parts: Any) -> list[Tensor]:
     stores = [] if isinstance(getattr(data, "ntypes", None), list) else _stores_of(data)
     found = [store["edge_index"] for store in stores if "edge_index" in store]
     found += [] if parts is None else [*parts.values()] if isinstance(parts, Mapping) else [parts]
-    has_matrices = any("adj_t" in store for store in stores)
+    has_matrices = any(ADJACENCY in store for store in stores)
     return found if not has_matrices and all(type(one) is Tensor for one in found) else []
+
+
+def _contents_of(data: Any, parts: Any) -> tuple[Any, ...]:
+    """What tells the edges of a `DGLGraph` and the parts apart; empty for other graphs, and where it is on a device."""
+    if not is_dgl(data) or type(data).__module__.split(".")[0] != "dgl" or data.is_block or data.device.type != "cpu":
+        return ()
+    given = [] if parts is None else [*parts.values()] if isinstance(parts, Mapping) else [parts]
+    edges = [ends for kind in data.canonical_etypes for ends in data.all_edges("all", None, kind)]
+    if not all(isinstance(one, Tensor) and one.device.type == "cpu" for one in given):
+        return ()
+    return tuple((one.dtype, *one.shape, checksum(one)) for one in (*edges, *given))
 
 
 def _owner(raw: RawGraph, kind: NodeType, parts: Any, by: By, size: int) -> Tensor | None:
@@ -182,7 +212,7 @@ def _owner(raw: RawGraph, kind: NodeType, parts: Any, by: By, size: int) -> Tens
         raise ValueError(f"shard(parts=): expected a dict, with the ranks of the nodes of {[*raw.num_nodes]}")
     given, count = parts.get(kind) if isinstance(parts, Mapping) else parts, raw.num_nodes[kind]
     if given is None:
-        return None if by == "range" else bisected(_positions(raw, kind), size)
+        return None if by == "range" else _close_together(raw, kind, size)
     what = f"shard(parts=): the ranks of {kind!r} nodes"
     try:
         owner = torch.as_tensor(given).cpu()
@@ -198,6 +228,12 @@ def _owner(raw: RawGraph, kind: NodeType, parts: Any, by: By, size: int) -> Tens
         position = int((owner == wrong).nonzero()[0])
         raise ValueError(f"{what}: {wrong} at position {position} is no rank; there are {size}, from 0")
     return owner.long()
+
+
+def _close_together(raw: RawGraph, kind: NodeType, size: int) -> Tensor:
+    owner = bisected(_positions(raw, kind), size)
+    edges = [(ends.src, ends.dst) for ends_in, ends in raw.edges.items() if ends_in[::2] == (kind, kind)]
+    return refined(owner, edges, size) if edges and size > 1 else owner
 
 
 def _positions(raw: RawGraph, kind: NodeType) -> Tensor:

@@ -135,6 +135,33 @@ def test_the_same_edges_are_found_again_until_they_change() -> None:
     run(work, 3)
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_graph_of_dgl_is_found_again_until_it_changes(ranks: int) -> None:
+    made = [dgl.graph((WHOLE.edge_index[0], WHOLE.edge_index[1]), num_nodes=N) for _ in range(ranks)]
+    parts = owners(ranks)
+
+    def work(comm: Any) -> None:
+        g = made[comm.rank]
+        first = sp.shard(g, comm, parts=parts)
+        g.ndata["x"] = WHOLE.node["x"]
+        second = sp.shard(g, comm, parts=parts)
+        assert second.relation.plan is first.relation.plan and "x" in second.node
+        assert sp.shard(g, comm).relation.plan is not first.relation.plan
+        g.add_edges(torch.tensor([0]), torch.tensor([N - 1]))
+        g.remove_edges(torch.tensor([0]))
+        third = sp.shard(g, comm, parts=parts)
+        assert third.relation.plan is not first.relation.plan and third.total_edges == E
+        at = (third.edge_ids == E - 1).nonzero()
+        assert third.node_ids[third.edge_index[1][at]] == N - 1 if len(at) else True
+        plan = weakref.ref(third.relation.plan)
+        del first, second, third, g
+        made[comm.rank] = None
+        gc.collect()
+        assert plan() is None
+
+    run(work, ranks)
+
+
 def test_a_graph_that_is_gone_leaves_nothing() -> None:
     def work(comm: Any) -> None:
         plans = []
@@ -147,6 +174,26 @@ def test_a_graph_that_is_gone_leaves_nothing() -> None:
         sp.shard(graph_of(), comm)
         gc.collect()
         assert [plan() for plan in plans] == [None] * 12
+
+    run(work, 2)
+
+
+def test_fields_of_graphs_that_are_gone_are_forgotten() -> None:
+    """A script's own rows are followed for as long as it runs, over any number of graphs."""
+
+    def work(comm: Any) -> None:
+        counts = []
+        for step in range(40):
+            graph = sp.shard(
+                {"edge_index": WHOLE.edge_index % (N - step % 20), "x": WHOLE.node["x"][: N - step % 20]}, comm
+            )
+            assert graph.x.size(0) == graph.num_own_nodes
+            if step % 20 == 19:
+                comm.barrier()
+                gc.collect()
+                counts.append(sum(type(one).__name__ == "RowSet" for one in gc.get_objects()))
+                comm.barrier()
+        assert counts[1] < counts[0] + 10, counts
 
     run(work, 2)
 

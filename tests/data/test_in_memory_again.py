@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
-from torch_geometric.nn import GATConv
+from torch_geometric.nn import GATConv, GCNConv
 
 import shardpass as sp
 from shardpass.errors import DivergenceError, RefusedError
@@ -82,6 +82,32 @@ def with_gradient() -> HeteroData:
     data = typed(("a", "x", "b"))
     data["a"].x.requires_grad_()
     return data
+
+
+def weighted() -> Data:
+    values = torch.rand(5, dtype=torch.float64) + 0.1
+    matrix = torch.sparse_coo_tensor(EDGES.flip(0), values, (5, 5)).to_sparse_csr()
+    return Data(x=torch.randn(5, 4).double(), adj_t=matrix)
+
+
+def test_values_of_a_matrix_are_not_left_out_unasked() -> None:
+    """PyG's layers read them of ``adj_t``; here they are a field, which has to be passed."""
+    data, layer = weighted(), GCNConv(4, 3).double()
+    expected = layer(data.x, data.adj_t)
+
+    def work(comm: Any) -> None:
+        graph, model = sp.shard(data, comm), sp.pyg.wrap(copy.deepcopy(layer), comm)
+        with pytest.raises(
+            RefusedError, match=r"without the values of the adj_t .* pass edge_weight=graph.edge_weight"
+        ):
+            model(graph.x, graph)
+        torch.testing.assert_close(graph.whole(model(graph.x, graph, graph.edge_weight)), expected)
+        with pytest.raises(AttributeError, match="Pass the graph where adj_t went"):
+            _ = graph.adj_t
+        without = sp.shard(data, comm, drop=["edge_weight"])
+        model(without.x, without)
+
+    run(work, 2)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {

@@ -77,7 +77,7 @@ class TestPyG:
         data.y = data.y.view(-1)
         with pytest.raises(ValueError, match=r"field 'y' of the shape \[9\] is neither per node .* cannot be kept"):
             read(data)
-        with pytest.raises(ValueError, match=r"a Batch of HeteroData has no readout .*to_data_list\(\) apart"):
+        with pytest.raises(ValueError, match=r"a Batch of HeteroData has no readout .*to_data_list\(\) one by one"):
             read(batch([self.hetero()] * 2))
 
     def test_no_edge_index(self):
@@ -110,7 +110,7 @@ class TestPyG:
         ("fields", "words"),
         [
             ({"x": torch.rand(6, 2), "y": torch.ones(5), "m": torch.ones(5)}, "the rows of y, m, correct x instead"),
-            ({"x": torch.rand(5, 2), "edge_attr": torch.rand(6)}, r"rows of x\), nor per edge \(4\).*edge_attr'\]\)$"),
+            ({"x": torch.rand(5, 2), "edge_attr": torch.rand(6)}, r"rows of x\), nor per edge \(4\).*'\] of .*read$"),
             ({"adj": torch.rand(5, 5), "edge_index": None}, "dense_to_sparse makes it of a dense matrix"),
             ({"x": torch.rand(5, 2), "edge_index": edge_index().T}, r"shape \[4, 2\]; .*: transpose it"),
         ],

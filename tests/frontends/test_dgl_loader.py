@@ -164,7 +164,7 @@ def test_what_is_refused(comm):
         sp.dgl.DataLoader(own, own.train_mask, dgl.dataloading.NeighborSampler([2], edge_dir="out"))
     with pytest.raises(TypeError, match="DataLoader got device='cuda:7'"):
         sp.dgl.DataLoader(own, own.train_mask, sampler, device="cuda:7")
-    with pytest.raises(TypeError, match=r"`graph` must be what shardpass.load returned, but got DGLGraph"):
+    with pytest.raises(TypeError, match=r"`graph` must be what shardpass.load or shard returned, but got DGLGraph"):
         sp.dgl.DataLoader(dgl.graph(([0], [1])), own.train_mask, sampler)
     with pytest.raises(ValueError, match=r"expected a .*mask or own rows.*got None"):
         sp.dgl.DataLoader(own, None, sampler)

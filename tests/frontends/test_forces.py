@@ -8,6 +8,8 @@ from torch import nn
 
 pytest.importorskip("torch_geometric")
 
+from torch_geometric.nn import EquilibriumAggregation
+
 import shardpass as sp
 from tests.frontends import force_models as models
 
@@ -220,3 +222,20 @@ def test_first_order_gradients_are_the_same_bits_before_and_after_forces():
         return [torch.equal(one, other) for one, other in zip(*found)]
 
     assert all(map(all, sp.spawn(work, 3)))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_an_aggregation_that_descends_along_gradients(ranks):
+    def kind():
+        return EquilibriumAggregation(3, 4, [6])
+
+    def run(model, graph, comm=None):
+        out = model(graph.pos, graph.batch)
+        alike = out.square().sum()
+        (alike if comm is None else sp.replicated(alike, comm)).backward()
+        return {"totals": out}, [p.grad for n, p in model.named_parameters() if "bias" not in n or "layers.0" in n]
+
+    found, gradients = on_ranks(run, kind, ranks)
+    expected, of_one = run(made(kind), DATA)
+    torch.testing.assert_close(found, {"totals": expected["totals"].detach()}, rtol=1e-6, atol=1e-6)  # PyG's float32
+    torch.testing.assert_close(gradients, of_one, rtol=1e-6, atol=1e-6)

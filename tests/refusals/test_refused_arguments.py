@@ -87,8 +87,8 @@ TYPES = {
     ),
     "loss without ranks": (lambda at: at.loss(at.graph.y, None), "missing 1 required .* argument: 'comm'"),
     "loss swapped": (lambda at: at.loss(at.graph.y, at.comm, at.graph.y > 0), IN_ITS_PLACE.format("Tensor")),
-    "a table without its graph": (lambda at: sp.NodeEmbedding(NODES, 8), "shardpass.load returned, but got int"),
-    "gather swapped": (lambda at: sp.gather(at.out, at.graph), "shardpass.load returned, but got Tensor"),
+    "a table without its graph": (lambda at: sp.NodeEmbedding(NODES, 8), "load or shard returned, but got int"),
+    "gather swapped": (lambda at: sp.gather(at.out, at.graph), "shardpass.load or shard returned, but got Tensor"),
     "the graph alone": (
         lambda at: at.model(at.graph), r"GCN\.forward\(\): missing .*: call model\(graph\.x, graph\.edge_in"
     ),
@@ -96,7 +96,7 @@ TYPES = {
     "a list of one": (lambda at: partition(at, [data()]), r"from a list: pass its only item, data\[0\]; expected"),
     "a list": (
         lambda at: partition(at, [data(), data()]),
-        "from a list: a store holds one graph; .*from_data_list joins several",
+        "from a list: one graph is expected; .*from_data_list joins several",
     ),
     "a dataset": (
         lambda at: partition(at, Dataset()), r"from a Dataset: of a dataset pass the graph in it, dataset\[0\]"

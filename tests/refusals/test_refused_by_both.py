@@ -131,7 +131,7 @@ LOADERS = {
         loader(seeds=torch.ones(3)),
     ),
     "another graph": (
-        TypeError, r"\(graph.*\): `graph` must be what shardpass.load returned, but got object",
+        TypeError, r"\(graph.*\): `graph` must be what shardpass.load or shard returned, but got object",
         lambda at, comm, graph: at.loader(object(), [2], [0]),
     ),
 }  # fmt: skip

@@ -248,7 +248,7 @@ GRAPHS = {
 GIVEN = {"metapath_reachable_graph": (["_E", "_E"],)}
 TRANSFORMS = {
     name: (
-        AttributeError, r"a transform of DGL is given the graph .* before you partition it",
+        AttributeError, r"a transform of DGL is given the graph .* before it is cut",
         lambda comm, graph, name=name: getattr(dgl, name)(graph, *GIVEN.get(name, ())),
     )
     for name in ("add_self_loop", "reverse", "metapath_reachable_graph")

@@ -86,7 +86,6 @@ WHOLE_SETS = {
     "SetTransformerAggregation": lambda: gnn.SetTransformerAggregation(5),
     "GraphMultisetTransformer": lambda: gnn.GraphMultisetTransformer(5, k=2),
     "PatchTransformerAggregation": lambda: gnn.PatchTransformerAggregation(5, 5, 4, 8),
-    "EquilibriumAggregation": lambda: gnn.EquilibriumAggregation(5, 5, [4]),
 }
 
 

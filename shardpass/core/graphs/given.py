@@ -39,6 +39,7 @@ def mark_fields(follower: FollowRows, comm: Ranks) -> None:
     follower.marks.selections = _around_of_fields(comm).marks.selections
     marks, graphs = follower.marks, list(comm.caches.of(LoadedGraphs).graphs)
     marks.known = [rows for graph in graphs for rows in graph.row_sets()]
+    follower.made.clear()  # rows of graphs that are gone are no longer recognised
     marks.by_name = {
         name: rows for graph in graphs for name, rows in zip((*graph.ownership, *graph.relations), graph.row_sets())
     }

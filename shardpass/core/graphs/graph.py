@@ -374,7 +374,9 @@ def require_graph(graph: Any, call: str) -> None:
         TypeError: it is something else.
     """
     if not isinstance(graph, ShardedGraph):
-        raise TypeError(f"{call}: `graph` must be what shardpass.load returned, but got {type(graph).__name__}")
+        raise TypeError(
+            f"{call}: `graph` must be what shardpass.load or shard returned, but got {type(graph).__name__}"
+        )
 
 
 def one_type(node_type: NodeType | None, types: Sequence[NodeType]) -> NodeType:

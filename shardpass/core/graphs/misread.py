@@ -36,10 +36,10 @@ def refuse_of_dgl(name: str) -> None:
         return
     if is_called_by("dgl.transforms"):
         raise AttributeError(
-            "a transform of DGL is given the graph that shardpass.load returned, of which this rank holds a part: "
-            "apply it to the whole graph, before you partition it"
+            "a transform of DGL is given the graph that shardpass.load or shard returned, of which this rank holds "
+            "a part: apply it to the whole graph before it is cut"
         )
     raise AttributeError(
-        f"`.{name}` of a DGLGraph is read of the graph that shardpass.load returned: call a model that "
+        f"`.{name}` of a DGLGraph is read of the graph that shardpass.load or shard returned: call a model that "
         f"shardpass.dgl.wrap(model, comm) has wrapped, or pass shardpass.dgl.graph(graph) to code of your own"
     )

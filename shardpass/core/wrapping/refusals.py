@@ -61,7 +61,8 @@ def ordinary_graph(found: str, place: str = "") -> RefusedError:
     """The error for a graph that is not sharded: who was given it, and the `place` of the right one."""
     return RefusedError(
         f"{user_line()}: {found}, but nodes of a sharded graph are numbered anew on every rank. Pass the graph that "
-        f"shardpass.load returned{place}. For an ordinary graph, load the state_dict into a model that is not wrapped"
+        f"shardpass.load or shard returned{place}. For an ordinary graph, load the state_dict into a model that is not "
+        f"wrapped"
     )
 
 

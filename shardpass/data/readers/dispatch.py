@@ -25,6 +25,15 @@ _KNOWN = (
     "a PyG Data or HeteroData, a DGLGraph, a path to .npz or to the .json of a DGL partition, a dict of arrays, "
     "or a RawGraph (shardpass.data.read_edge_list makes one of an edge list with features)"
 )
+_LIBRARIES = {
+    "networkx": ": pass torch_geometric.utils.from_networkx(graph)",
+    "ase": ": pass a dict, {'edge_index': (j, i), 'pos': atoms.positions}, with i and j of ase.neighborlist",
+    "meshio": (
+        ": pass Data(pos=..., face=...) of its points and triangles, [3, num_triangles], after "
+        "torch_geometric.transforms.FaceToEdge()"
+    ),
+}
+"""What to pass in place of objects of a library."""
 
 
 def read(
@@ -106,12 +115,14 @@ def _hint(data: Any) -> str:
         return ": pass a dict, {'adj_t': matrix, 'x': features}, in which entry (i, j) is the edge from j to i"
     if isinstance(data, torch.Tensor):
         return ": pass a dict, {'edge_index': edges, 'x': features}"
-    if type(data).__module__.split(".")[0] == "networkx":
-        return ": pass torch_geometric.utils.from_networkx(graph)"
+    if isinstance(data, GraphFiles):
+        return ": shardpass.partition reads files piece by piece, and shardpass.load gives each rank its share"
+    if hint := _LIBRARIES.get(type(data).__module__.split(".")[0]):
+        return hint
     if isinstance(data, list | tuple) and len(data) == 1:
         return ": pass its only item, data[0]"
     if isinstance(data, list | tuple):
-        return ": a store holds one graph; torch_geometric.data.Batch.from_data_list joins several"
+        return ": one graph is expected; torch_geometric.data.Batch.from_data_list joins several"
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return ": of a dataset pass the graph in it, dataset[0]"
     return ""
@@ -135,10 +146,7 @@ def _read_path(path: Path) -> RawGraph:
             f"pass shardpass.data.read_edge_list({path.name!r}, num_nodes=...), or features=... or labels=..."
         )
     if path.suffix in (".pt", ".pth", ".pkl"):
-        raise ValueError(
-            f"{path} is a pickle, which can run code: load it yourself in Python and pass "
-            f"the object to shardpass.partition"
-        )
+        raise ValueError(f"{path} is a pickle, which can run code: load it yourself in Python and pass the object")
     raise ValueError(f"cannot read a graph from {path}; expected {_KNOWN}")
 
 

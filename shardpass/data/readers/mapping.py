@@ -65,6 +65,15 @@ def edge_ends(edge_index: Any, what: str) -> EdgeArrays:
             f"{what} is missing; expected integers of the shape [2, num_edges] (row 0 source, row 1 target)"
         )
     refuse_matrix(edge_index, what)
+    if isinstance(edge_index, set | frozenset):
+        raise TypeError(f"{what} is a set of pairs; expected [2, num_edges]: pass numpy.array([*pairs]).T")
+    if isinstance(edge_index, list | tuple) and edge_index and all(getattr(one, "ndim", 0) for one in edge_index):
+        if len(edge_index) != 2:
+            raise ValueError(
+                f"{what} is {len(edge_index)} arrays; expected two, the sources and the targets of edges: the others "
+                f"are fields of edges, such as edge_shift"
+            )
+        return EdgeArrays(*(as_tensor(one, f"{end} of {what}") for one, end in zip(edge_index, ("sources", "targets"))))
     ends = as_tensor(edge_index, what)
     if ends.dim() != 2 or ends.shape[0] != 2:
         turned = ": transpose it" if ends.dim() == 2 and ends.shape[1] == 2 else ""
@@ -85,7 +94,7 @@ def count_nodes(given: Any, fields: Mapping[str, Any], node_type: str) -> int:
         listed = ", ".join(f"{name} has {count}" for name, count in counts.items())
         raise ValueError(
             f"the fields of the nodes of type {node_type!r} have different numbers of rows: {listed}. Give each one "
-            f"row per node"
+            f"row per node, let names of edge fields begin with edge_, and leave out what is neither"
         )
     if counts:
         return next(iter(counts.values()))

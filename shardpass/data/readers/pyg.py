@@ -48,7 +48,7 @@ def read_hetero(data: Any, drop: Collection[str] = (), node_id: str | None = Non
     if is_pyg(data, "Batch"):
         raise ValueError(
             "a Batch of HeteroData has no readout by graph here, since rows of one type of several graphs cannot be "
-            "pooled over ranks: partition the graphs of batch.to_data_list() apart"
+            "pooled over ranks: take the graphs of batch.to_data_list() one by one"
         )
     data = with_edges_of_pyg(data)
     num_nodes, edges, fields, links = {}, {}, {}, {}
@@ -87,20 +87,20 @@ def _links(store: Any, drop: Collection[str]) -> dict[str, Any]:
 
 
 def _of_graphs(data: Any, drop: Collection[str]) -> dict[str, Any]:
-    """The fields of a PyG `Batch` with a row for each of its graphs, which are joined to one here."""
-    if not is_pyg(data, "Batch"):
-        return {}
-    found, count = {}, data.num_graphs
+    """The fields with a row for each graph: of a PyG `Batch`, whose graphs are joined to one here, or of one graph."""
+    found, count = {}, data.num_graphs if is_pyg(data, "Batch") else 1
     for name, value in data.items():
         if name in drop or "edge" in name or is_sparse(value) or getattr(value, "shape", ())[:1] != (count,):
             continue
         if data.is_node_attr(name):
             continue
+        if count == data.num_edges and not is_pyg(data, "Batch"):
+            continue
         if count == data.num_edges:
             raise ValueError(
                 f"field {name!r} has {count} rows, as many as there are graphs, and edges: if it is per edge, let "
-                f"its name begin with edge_; if it is per graph, leave it out with "
-                f"shardpass.data.read(data, drop=[{name!r}]) and give it to your script yourself"
+                f"its name begin with edge_; if it is per graph, leave it out with drop=[{name!r}] of "
+                f"shardpass.shard or shardpass.data.read, and give it to your script yourself"
             )
         found[name] = as_tensor(value, f"field {name!r}")
     return found
@@ -146,7 +146,7 @@ def _unplaced(
     return (
         f"field {name!r}{where} {shape} is neither per node{of_nodes}, nor per edge{of_edges}, nor one number or "
         f"string of the graph, so it cannot be kept: correct it, delete it from the object, or leave it out with "
-        f"shardpass.data.read(data, drop=[{name!r}]){_or_else(name, value, nodes or {}, others or {})}"
+        f"drop=[{name!r}] of shardpass.shard or shardpass.data.read{_or_else(name, value, nodes or {}, others or {})}"
     )
 
 
@@ -164,8 +164,11 @@ def _or_else(name: str, value: Any, nodes: Mapping[str, Any], others: Mapping[st
 
 def _edge_index(store: Any, what: str) -> Any:
     if "edge_index" not in store:
-        dense = "; torch_geometric.utils.dense_to_sparse makes it of a dense matrix" if "adj" in store else ""
-        raise ValueError(f"{what} has no edge_index{dense}")
+        hints = {
+            "adj": "; torch_geometric.utils.dense_to_sparse makes it of a dense matrix",
+            "face": "; torch_geometric.transforms.FaceToEdge() makes it of face",
+        }
+        raise ValueError(f"{what} has no edge_index{next((hints[name] for name in hints if name in store), '')}")
     return store["edge_index"]
 
 

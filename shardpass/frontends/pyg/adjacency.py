@@ -92,7 +92,7 @@ def check_weights(name: str, layer: MessagePassing, names: list[str], given: dic
         return
     what = f"pass {taken}=graph.{found}" if taken else "it takes no weights, so use a layer that does, as GraphConv"
     raise RefusedError(
-        f"{user_line()}: {name} is called without the values of the adj_t that this graph was partitioned from, by "
-        f"which PyG multiplies messages unasked: {what}. To do without them, partition "
-        f"shardpass.data.read(data, drop=[{found!r}])"
+        f"{user_line()}: {name} is called without the values of the adj_t that this graph was made of, by "
+        f"which PyG multiplies messages unasked: {what}. To do without them, leave them out with drop=[{found!r}] of "
+        f"shardpass.shard or shardpass.data.read"
     )

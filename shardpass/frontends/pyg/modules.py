@@ -35,7 +35,8 @@ WHOLE_SETS = frozenset(
     "EquilibriumAggregation MultiheadAttentionBlock SetAttentionBlock InducedSetAttentionBlock "
     "PoolingByMultiheadAttention MomentumOptimizer ResNetPotential".split()
 )
-"""Need a set in one piece. In messages the engine decides; with ``graph.batch`` as index a call is refused."""
+"""Need a set in one piece. In messages the engine decides; with ``graph.batch`` as index a call is refused, but for
+``EquilibriumAggregation``, which descends along gradients of readouts."""
 
 _DROPS = "it drops or merges nodes, so the nodes of the result lie unevenly and its edges need a new halo"
 _GATHER = "; apply it to outputs that shardpass.gather has put together, or partition the coarse graph beforehand"
