@@ -1,6 +1,5 @@
 """MeshGraphNets (Pfaff et al., 2021): learns how heat spreads on a mesh, and rolls it out over 20 steps.
 
-    python examples/meshgraphnets.py
     python examples/meshgraphnets.py heat.svg    # draws the last step
     mpirun -n 2 python examples/meshgraphnets.py
 
