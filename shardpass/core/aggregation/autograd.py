@@ -19,7 +19,7 @@ from shardpass.core.aggregation.forward import run_forward
 from shardpass.core.aggregation.gradients import Gradients, needed_values, zero_gradients
 from shardpass.core.aggregation.pull import pull_attention, pull_copies
 from shardpass.core.aggregation.second_order import differentiable_gradients
-from shardpass.core.ranks import begin_call, derived, end_call
+from shardpass.core.ranks import begin_call, derived, end_call, torch_private
 from shardpass.core.tracing import Base, Key, Sides
 
 
@@ -72,7 +72,8 @@ class _ShardedCall(torch.autograd.Function):
         call: Call = ctx.call
         if torch.is_grad_enabled():
             tensors = ctx.saved_tensors[1 : 1 + ctx.layout[0]]
-            return (None, *derived(call.plan.comm, grads[-1], partial(_derivative, call, tensors, grads[:-1])))
+            needed = [torch_private.is_asked_for(node) for node, _ in ctx.next_functions[1:]]
+            return (None, *derived(call.plan.comm, grads[-1], partial(_derivative, call, tensors, grads[:-1], needed)))
         token, operands, results = _saved(ctx)
         grad_edges, by_reduction = None, {}
         if call.structure.edge_output:
@@ -80,6 +81,8 @@ class _ShardedCall(torch.autograd.Function):
         else:
             by_reduction = {k: g for k, g in enumerate(grads[:-1]) if g is not None}
         found = zero_gradients(call, operands, by_reduction, grad_edges)
+        nodes = ctx.next_functions[1 + len(call.keys) :]
+        found.asked = frozenset(i for i, (node, _) in enumerate(nodes) if torch_private.is_asked_for(node))
         _add_gradients(call, operands, results, found)
         of_inputs = [*(found.found(key) for key in call.keys), *found.captures]
         needed = ctx.needs_input_grad[2:]
@@ -87,10 +90,12 @@ class _ShardedCall(torch.autograd.Function):
         return (None, zero, *(g if need else None for g, need in zip(of_inputs, needed)))
 
 
-def _derivative(call: Call, tensors: Sequence[Tensor], results: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients of `tensors` where backward is differentiated itself. Collective."""
+def _derivative(
+    call: Call, tensors: Sequence[Tensor], results: Sequence[Tensor | None], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of `tensors` that are `needed` where backward is differentiated itself. Collective."""
     if call.reads_sources_again:
-        return differentiable_gradients(call, tensors, results)
+        return differentiable_gradients(call, tensors, results, needed)
     _, token = begin_call(call.plan.comm, call.label)
     given = {k: grad for k, grad in enumerate(results) if grad is not None}
     *of_sources, token = _Transposed.apply(call, token, tensors, [*given], *given.values())

@@ -22,6 +22,7 @@ class Gradients(Sides):
         captures: of the captured tensors; `None` until something is added.
         reductions: of the reductions' results.
         edges: of the edge result, or `None`.
+        asked: the captures whose gradients are asked for, by number; `None` means all.
         reached: the reductions to which this rank's loss leads. Of others nothing is computed, as in plain autograd,
             where zero times the infinite slope of a function would be NaN; their rounds are walked for other ranks.
         touched: the edge and destination inputs to which something was added.
@@ -32,6 +33,7 @@ class Gradients(Sides):
     reductions: dict[int, Tensor]
     edges: Tensor | None
     reached: set[int]
+    asked: frozenset[int] | None = None
     touched: set[Key] = field(default_factory=set)
     ran: bool = False
 

@@ -105,6 +105,8 @@ class GradientRun:
         captures = [*enumerate(self._captures)]
         # The originals as well: paths that bypass the trace (custom Functions, TorchScript) reach those.
         captures += [(i, t) for i, t in enumerate(self.call.captured) if t.requires_grad]
+        if gradients.asked is not None:
+            captures = [(i, t) for i, t in captures if i in gradients.asked]
         leaves = [*others, *(t for _, t in targets), *(t for _, t in captures)]
         if not outputs or not leaves:
             return [None] * len(others)

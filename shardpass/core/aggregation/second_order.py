@@ -44,29 +44,30 @@ class _Tables:
 
 
 def differentiable_gradients(
-    call: Call, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]
+    call: Call, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], needed: Sequence[bool]
 ) -> list[Tensor | None]:
     """The gradients of the inputs and captures of a call, which can be differentiated. Collective.
 
     Args:
         tensors: the inputs of the call, those of its keys and then its captures.
         grads: of its results.
+        needed: the tensors whose gradients this rank asks for. Those of sources are computed in any case.
     """
     _refuse_draws(call)
     tables, structure = _Tables(), call.structure
     read, unread = {call.canonical[name] for name in structure.sources}, dict[str, Tensor]()
-    for key, tensor in zip(call.keys, tensors):
+    for key, tensor, is_needed in zip(call.keys, tensors, needed):
         is_wanted = key in call.gradients
         if key.side != "src":
-            tables.take(key, key.side, tensor, is_wanted)
+            tables.take(key, key.side, tensor, is_wanted and is_needed)
         elif key.name in read:
             there, back = _carriers(call)
             rows = _carried(call, tensor, there, back) if is_wanted else there(tensor)
             tables.take(key, "src", rows, is_wanted)
         else:
             unread[key.name] = tensor
-    for tensor in tensors[len(call.keys) :]:
-        tables.take(None, "whole", tensor, tensor.requires_grad)
+    for tensor, is_needed in zip(tensors[len(call.keys) :], needed[len(call.keys) :]):
+        tables.take(None, "whole", tensor, is_needed)
     function = EdgeFunction(_Messages(call, tables.keys, unread), tuple(tables.kinds), others=_others(call, tables))
     given = {k: grad.contiguous() for k, grad in enumerate(grads) if grad is not None}
     of_results: Kind = "edge" if structure.edge_output else "dst"

@@ -131,6 +131,16 @@ def node_number(node: torch.autograd.graph.Node) -> int:
     return node._sequence_nr()  # type: ignore[attr-defined, no-any-return]
 
 
+def is_asked_for(node: Any) -> bool:
+    """Whether the backward that runs goes on to a node of its graph; `None` stands for a tensor without gradient."""
+    if node is None:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch does not tell of a leaf that ``autograd.grad`` was given
+        return True
+
+
 def next_node_number() -> int:
     """A number that is larger than that of any autograd node this thread has made."""
     node = (torch.ones((), requires_grad=True) * 1).grad_fn
