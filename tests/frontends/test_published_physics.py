@@ -129,6 +129,42 @@ def test_mace_in_other_modes(mace, mode):
     check_energies(lambda: potential(mace), (30, 40), 3, mode=mode)
 
 
+def trained(model, given, target, comm=None):
+    """What the model returns in the last of three steps of training on forces and stresses, and the gradients then."""
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    for _ in range(3):
+        optimizer.zero_grad()
+        given["positions"] = given["positions"].detach().clone()
+        found = model(dict(given), training=True, compute_force=True, compute_stress=True)
+        total = found["energy"].square().sum() + found["stress"].square().sum()
+        total = total if comm is None else sp.replicated(total, comm)
+        (total + (found["forces"] - target).square().sum() / 44).backward()
+        optimizer.step()
+    return found, [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_mace_with_forces_and_stresses(mace, ranks):
+    sizes = 20, 24
+    batch = structures(sizes)
+    target = torch.randn(44, 3, generator=torch.Generator().manual_seed(3))
+    data = Data(edge_index=batch.edge_index, num_nodes=44, target=target, **{name: batch[name] for name in ROWS})
+    expected, gradients = trained(potential(mace), batch.to_dict(), target)
+    models_of_ranks = [potential(mace) for _ in range(ranks)]
+
+    def work(comm):
+        graph = sp.shard(data, comm)
+        model = sp.pyg.wrap(models_of_ranks[comm.rank], comm)
+        given = {name: graph[name] for name in ROWS} | {"edge_index": graph, "batch": graph.batch}
+        given |= {name: batch[name] for name in ("cell", "ptr", "head")}
+        found, own = trained(model, given, graph.target, comm)
+        return [found["energy"].detach(), graph.whole(found["forces"].detach()), found["stress"].detach()], own
+
+    found, own = sp.spawn(work, ranks)[0]
+    same(found, [expected[name].detach() for name in ("energy", "forces", "stress")])
+    same(own, gradients)
+
+
 VARIANTS = {
     "no scale and shift": {"kind": "MACE"},
     "a repulsion of pairs, transformed distances": {"pair_repulsion": True, "distance_transform": "Agnesi"},

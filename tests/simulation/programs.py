@@ -50,6 +50,11 @@ class Program:
     options: Options
     checks: bool
 
+    @property
+    def has_forces(self) -> bool:
+        """Whether its loss has a part that is made of gradients by features."""
+        return self.number % 3 == 0
+
     def whole(self) -> WholeGraph:
         """The graph in one piece."""
         return whole_graph(self.graph, self.number)
@@ -204,6 +209,12 @@ def one_call(kind: str, graph: Any, x: Tensor, work: Work) -> Tensor:
     return found
 
 
+def slope_of(out: Tensor, x: Tensor) -> Tensor:
+    """The gradient of a sum over `out` by features, which can be differentiated."""
+    (found,) = torch.autograd.grad((out * torch.linspace(-1, 1, out.size(1)).double()).sum(), x, create_graph=True)
+    return found
+
+
 def run_call(comm: Ranks, work: Work) -> dict[str, Tensor]:
     """Sharded calls, forward and backward, without a frontend, and a step with the gradient of a shared weight."""
     program = work.program
@@ -217,6 +228,8 @@ def run_call(comm: Ranks, work: Work) -> dict[str, Tensor]:
         found = one_call(kind, graph, out, work)
         out = out + found if found.shape == out.shape else found
     loss = sp.mean(out**2, None, comm)
+    if program.has_forces:
+        loss = loss + sp.mean(slope_of(out, x) ** 2, None, comm)
     if not work.strays("backward"):
         loss.backward()
         work.touch()
@@ -242,8 +255,11 @@ def train(comm: Ranks, work: Work, steps: int = 2, model: Any = None, save: Path
     found: dict[str, Tensor] = {"ids": graph.node_ids}
     for step in range(first, steps):
         work.touch()
-        out = model(graph.x, graph.edge_index)
+        x = graph.x.clone().requires_grad_(program.has_forces)
+        out = model(x, graph.edge_index)
         loss = sp.mean((out - 1) ** 2, None, comm)
+        if program.has_forces:
+            loss = loss + sp.mean(slope_of(out, x) ** 2, None, comm)
         optimizer.zero_grad()
         if work.strays("extra"):
             comm.barrier("more")

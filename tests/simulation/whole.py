@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .programs import CHANNELS, Program, attend, model_of
+from .programs import CHANNELS, Program, attend, model_of, slope_of
 
 
 def on_whole_graph(program: Program) -> dict[str, Tensor]:
@@ -17,7 +17,8 @@ def on_whole_graph(program: Program) -> dict[str, Tensor]:
 def _called(program: Program) -> dict[str, Tensor]:
     graph = program.whole()
     weight = torch.eye(CHANNELS, dtype=torch.float64, requires_grad=True)
-    out = graph.node["x"] @ weight
+    x = graph.node["x"].clone().requires_grad_()
+    out = x @ weight
     src, dst = graph.edge_index
     edges: Any = SimpleNamespace(index=dst, num_dst=graph.num_nodes)
     for kind in program.layers:
@@ -28,6 +29,8 @@ def _called(program: Program) -> dict[str, Tensor]:
         else:
             out = out + zeros.scatter_reduce(0, dst.view(-1, 1).expand_as(rows), rows, kind, include_self=False)
     loss = (out**2).mean()
+    if program.has_forces:
+        loss = loss + (slope_of(out, x) ** 2).mean()
     loss.backward()
     return {"out": out.detach(), "loss": loss.detach(), "gradient": weight.grad}
 
@@ -39,8 +42,11 @@ def _trained(program: Program) -> dict[str, Tensor]:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     found: dict[str, Tensor] = {}
     for step in range(2):
-        out = model(graph.node["x"], graph.edge_index)
+        x = graph.node["x"].clone().requires_grad_(program.has_forces)
+        out = model(x, graph.edge_index)
         loss = ((out - 1) ** 2).mean()
+        if program.has_forces:
+            loss = loss + (slope_of(out, x) ** 2).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

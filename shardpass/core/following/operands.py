@@ -90,7 +90,13 @@ def mix(
     marks: Marks, mixture: Mixture, func: Any, leaves: Sequence[Any], structure: Any, outs: list[Tensor],
     may_be_sum: bool,
 ) -> None:  # fmt: skip
-    """Note that results are made of a mixture, and are sums over rows if it is and the operation is linear."""
+    """Note that results are made of a mixture, and are sums over rows if it is and the operation is linear.
+
+    A sum times a zero that stands in the code is zero on every rank: so scripts tie what they differentiate to rows.
+    """
+    is_product = func.overloadpacket in (torch.ops.aten.mul, torch.ops.aten.mul_)
+    if mixture.is_sum and is_product and any(type(leaf) in (int, float) and leaf == 0 for leaf in leaves):
+        return
     kinds: dict[int, Found] = {}
     for i, leaf in enumerate(leaves):
         one = marks.mixtures.get(leaf) if isinstance(leaf, Tensor) else None

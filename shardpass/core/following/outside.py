@@ -180,11 +180,12 @@ class Around:
         target = written_by(name, args, kwargs)
         is_own = bool(args) and type(args[0]) is Tensor
         at = self._rows_put_at(name, args)
+        are_followed = any(isinstance(one, FollowedOutput) for one in _tensors_in(args[:1], kwargs.get("outputs")))
         args, kwargs = torch_private.tree_map(_plain_operand, (args, kwargs))
         if is_own and name in _TAKES_DTYPE:
             return func(*args, **kwargs)
         if name == "backward" or func is torch.autograd.grad:
-            return self._differentiated(func, args, kwargs)
+            return self._differentiated(func, args, kwargs, are_followed)
         if name in _RUNS_AS_IT_IS:
             return self._as_it_is(func, name, args, kwargs)
         given = _tensors_in(args, kwargs)
@@ -280,12 +281,16 @@ class Around:
         self.marks.check_result((plain_of(out), target))  # which the script, or a norm, holds
         return out
 
-    def _differentiated(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What ``backward`` or ``torch.autograd.grad`` returns. Refuse what may not be differentiated."""
+    def _differentiated(self, func: Any, args: Any, kwargs: Any, are_followed: bool) -> Any:
+        """What ``backward`` or ``torch.autograd.grad`` returns. Refuse what may not be differentiated.
+
+        Args:
+            are_followed: what is differentiated is followed; results of a model with ``check=False`` are not.
+        """
         roots = _tensors_in(args[:1], kwargs.get("outputs"))
         if (refused := self._refused_in(roots)) is not None:
             raise refused
-        if any(map(self.functions.is_alike, roots)):
+        if are_followed and any(map(self.functions.is_alike, roots)):
             raise counts_for_each_rank(user_line())
         found = func(*args, **kwargs)
         if found is None:
