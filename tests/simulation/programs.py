@@ -55,6 +55,11 @@ class Program:
         """Whether its loss has a part that is made of gradients by features."""
         return self.number % 3 == 0
 
+    @property
+    def length(self) -> int:
+        """How many times as long ranks may wait for each other: the backward of forces sends many messages."""
+        return 3 if self.has_forces else 1
+
     def whole(self) -> WholeGraph:
         """The graph in one piece."""
         return whole_graph(self.graph, self.number)

@@ -98,7 +98,7 @@ def undisturbed(number: int) -> Undisturbed:
     program = program_of(number)
     folder = Path(tempfile.mkdtemp(dir=_FOLDERS))
     try:
-        world = World(program.ranks, 0, Policy(0.0, (1e-6,)), TIMEOUT)
+        world = World(program.ranks, 0, Policy(0.0, (1e-6,)), TIMEOUT * program.length)
         run_program(program, world, folder, Injector(Fault()), counts_ops=True)
         for process in world.processes:
             if process.error is not None:
@@ -138,11 +138,11 @@ def simulate(
     drawn = draw.randrange(NUM_PROGRAMS[seed >= DEFAULT_SEEDS])
     program = program_of(drawn if number is None else number)
     right = undisturbed(program.number)
-    policy_drawn, fault_drawn = policy_of(draw), fault_of(draw, program.kind, right.counts, TIMEOUT)
+    policy_drawn, fault_drawn = policy_of(draw), fault_of(draw, program.kind, right.counts, TIMEOUT * program.length)
     policy, fault = policy or policy_drawn, fault or fault_drawn
     policy = policy if is_direct is None else replace(policy, is_direct=is_direct)
     folder = Path(tempfile.mkdtemp(dir=_FOLDERS)) if program.kind in _ON_DISK else Path("/nowhere")
-    world = World(program.ranks, seed, policy, TIMEOUT, trace=trace)
+    world = World(program.ranks, seed, policy, TIMEOUT * program.length, trace=trace)
     injector = Injector(fault)
     run = Run(seed, program, policy, fault, world, None)
     try:
@@ -174,7 +174,7 @@ def _damage(folder: Path, draw: random.Random) -> bool:
 
 def _resumed(run: Run, right: Undisturbed, folder: Path) -> list[str]:
     """What is wrong after the same program has run again, with nothing in its way."""
-    world = World(run.program.ranks, run.seed, run.policy, TIMEOUT)
+    world = World(run.program.ranks, run.seed, run.policy, TIMEOUT * run.program.length)
     again = Run(run.seed, run.program, run.policy, Fault(), world, None)
     if run.fault.kind == "rot" and _damage(folder, random.Random(run.seed)):
         again.fault, again.happened = Fault("rot"), 0.0

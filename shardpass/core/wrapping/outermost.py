@@ -230,7 +230,7 @@ class OutermostCall:
         if (transform := torch_private.running_transform()) is not None:
             raise RefusedError(
                 f"{user_line()}: a wrapped model is called within a functional transform ({transform}), but rows that "
-                f"travel between ranks go through first-order reverse-mode autograd only. Use loss.backward() or "
+                f"travel between ranks go through reverse-mode autograd only. Use loss.backward() or "
                 f"torch.autograd.grad, and call one model after the other in place of vmap"
             )
 
