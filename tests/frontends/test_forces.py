@@ -11,6 +11,7 @@ pytest.importorskip("torch_geometric")
 from torch_geometric.nn import EquilibriumAggregation
 
 import shardpass as sp
+from shardpass.errors import RefusedError
 from tests.frontends import force_models as models
 
 DATA = models.structures()
@@ -239,3 +240,26 @@ def test_an_aggregation_that_descends_along_gradients(ranks):
     expected, of_one = run(made(kind), DATA)
     torch.testing.assert_close(found, {"totals": expected["totals"].detach()}, rtol=1e-6, atol=1e-6)  # PyG's float32
     torch.testing.assert_close(gradients, of_one, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_gradients_in_a_call_that_is_not_followed_are_refused(checks):
+    """Nobody would know what they have to be summed over."""
+
+    class Later(models.OfTotals):
+        calls = 0
+
+        def forward(self, *args):
+            self.calls += 1
+            return super().forward(*args) if self.calls == 3 or not checks else self.energies(*args[:-1])
+
+    copies = [made(Later) for _ in range(3)]
+
+    def work(comm):
+        graph = sp.shard(DATA, comm)
+        model = sp.pyg.wrap(copies[comm.rank], comm, check=checks)
+        for _ in range(3):
+            model(graph.z, graph.pos.clone(), graph.edge_index, graph.shifts, graph.batch)
+
+    with pytest.raises(RefusedError, match=r"takes gradients itself in a call whose rows are not followed.*first call"):
+        sp.spawn(work, 3)

@@ -28,6 +28,7 @@ from shardpass.core.ranks.autograd_order import (
     is_differentiable,
     linear_call,
     refuse_inside_message,
+    refuse_unseen,
     start_chain,
     summed,
 )
@@ -171,6 +172,7 @@ __all__ = [
     "refuse_inside_message",
     "refuse_irregular",
     "refuse_shared_model",
+    "refuse_unseen",
     "replayed",
     "require_callable",
     "require_count",

@@ -136,7 +136,7 @@ def derived(comm: Ranks, arrived: Tensor | None, compute: Callable[[], Sequence[
     outer = comm.forward
     if outer is None:
         follows = arrived is not None and arrived.requires_grad
-        comm.forward = ForwardPass(arrived if follows else _new_token(comm))
+        comm.forward = ForwardPass(arrived if follows else _new_token(comm), is_derivative=True)
     try:
         found = compute()
         assert comm.forward is not None
@@ -161,6 +161,19 @@ def end_derivatives(comm: Ranks, found: Sequence[Tensor | None]) -> list[Tensor 
 def _tied(token: Tensor, found: Sequence[Tensor | None]) -> list[Tensor | None]:
     tied = iter(_Tie.apply(token, *(one for one in found if one is not None)))
     return [None if one is None else next(tied) for one in found]
+
+
+def refuse_unseen(comm: Ranks, label: str) -> None:
+    """Raise if a model takes gradients itself in a call that is not followed: nobody sums them over ranks.
+
+    Raises:
+        RefusedError: it does.
+    """
+    if comm.size > 1 and comm.forward is not None and comm.forward.rows is None and not comm.forward.is_derivative:
+        raise RefusedError(
+            f"{label}: the model takes gradients itself in a call whose rows are not followed, so that those of other "
+            f"ranks would be left out. Wrap it without check=False, and let it take gradients in its first call too"
+        )
 
 
 def computed_again(
@@ -282,6 +295,7 @@ class _LinearCall(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (token,) = ctx.saved_tensors  # before communicating, see the note above
         forward, adjoint, label, comm = ctx.call
+        refuse_unseen(comm, label)
         if not torch.is_grad_enabled():
             return torch.zeros_like(token), adjoint(grads[0]), None, None, None, None
         call = partial(linear_call, comm, label=label, rows=grads[0], forward=adjoint, adjoint=forward)

@@ -79,6 +79,7 @@ class ForwardPass:
             autograd input; see the note in `autograd_order.py`. `None` without gradients.
         rows: follows rows through the operations of the model, or `None`.
         copies: what modules hold in the place of parameters, each a `ParameterCopies`.
+        is_derivative: no model runs, but a backward with ``create_graph=True``.
         layers_are_given: what ``graph.layers`` returned is among the arguments, so that the model was looked at for it.
     """
 
@@ -86,6 +87,7 @@ class ForwardPass:
     rows: RowWatch | None = None
     layers_are_given: bool = False
     copies: tuple[Any, ...] = ()
+    is_derivative: bool = False
 
 
 def require_ranks(comm: Any, call: str) -> None:
