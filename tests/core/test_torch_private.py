@@ -169,6 +169,27 @@ def test_function_modes():
     assert not torch_private.function_modes()
 
 
+def test_what_backward_goes_on_to():
+    asked = []
+
+    class Seen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *tensors):
+            return tensors[0] * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            asked.append([torch_private.is_asked_for(node) for node, _ in ctx.next_functions])
+            return grad, grad, None, None
+
+    leaf, other = (torch.ones(1, requires_grad=True) for _ in range(2))
+    out = Seen.apply(leaf, other * 2, torch.ones(1), other * 3)
+    torch.autograd.grad(out, leaf, retain_graph=True)
+    torch.autograd.grad(out, other, retain_graph=True)
+    out.backward()
+    assert asked == [[True, False, False, False], [False, True, False, True], [True, True, False, True]]
+
+
 def test_trees():
     tree = {"a": [1, (2, None)], "b": 3}
     assert torch_private.tree_leaves(tree) == [1, 2, None, 3]

@@ -80,12 +80,9 @@ class FollowRows(torch_private.TorchDispatchMode):
         self.in_pieces = in_pieces
         self.marks: Marks = Marks() if beside is None else replace(beside.marks, known=[], refusals=[])
         self.draws: ForwardDraws | None = None
-        self.is_paused = False
-        self.in_known = False
+        self.is_paused = self.in_known = self.is_left_to_another = False
         self.made: list[RowSet] = []
-        self.is_left_to_another = False
-        self.sees_functions = False
-        self.differentiates = False
+        self.sees_functions = self.differentiates = False
         self.all_agree: Callable[[bool], bool] | None = None
         self.ranks: Ranks | None = None
         self._functions = 0

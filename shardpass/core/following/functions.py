@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from shardpass.core.following.call import Made
 from shardpass.core.following.failing import explained_failure
 from shardpass.core.following.follow import FollowRows
-from shardpass.core.following.gradients import follow_function, followed_hook
+from shardpass.core.following.gradients import follow_function, followed_hook, gradients_taken
 from shardpass.core.following.judge import composed
 from shardpass.core.following.literal_places import PLACES, bounds_of, check_places
 from shardpass.core.following.made_rows import RESHAPES, MadeRows
@@ -25,7 +25,7 @@ from shardpass.core.following.refusals import Mixture, counts_for_each_rank, sta
 from shardpass.core.following.row_count import OwnCount, OwnShape, leaves_of, own_of, plain_sizes
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import is_asked_by, is_called_by, user_line
-from shardpass.core.ranks import FollowedTensor, is_made_of_parameters, plain_of, summed, torch_private
+from shardpass.core.ranks import FollowedTensor, is_made_of_parameters, plain_of, torch_private
 from shardpass.errors import RefusedError
 
 _LEAVES_TORCH = frozenset(
@@ -101,7 +101,7 @@ class FollowFunctions(TorchFunctionMode):
         self._recognise((args, kwargs))
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if func is torch.autograd.grad:
-            return self._differentiated(args, kwargs)
+            return gradients_taken(self.follower, self.is_alike, self._rows_of, args, kwargs)
         if name == "register_hook" and first is not None:
             return func(first, followed_hook(self.follower, self.block, args[1], self._rows_of(first)))
         self._check_given(name, first, args, kwargs)
@@ -248,52 +248,6 @@ class FollowFunctions(TorchFunctionMode):
             else:
                 marks.mixtures.add(out, Mixture(name, user_line(), first.of, found is Made.SUM, marks.remedy))
         return outs
-
-    def _differentiated(self, args: Any, kwargs: Any) -> Any:
-        """Gradients as of the whole graph: by rows they are rows, and by anything else alike on all ranks.
-
-        Collective, as backward of the layers that lie between them is.
-        """
-        given = inspect.signature(torch.autograd.grad).bind(*args, **kwargs).arguments
-        inputs, marks = [*leaves_of(given["inputs"])], self.follower.marks
-        self.follower.differentiates = True
-        roots = [torch_private.unwrapped(leaf) for leaf in leaves_of(given["outputs"])]
-        sums = [mixture for leaf in roots if (mixture := marks.mixtures.get(leaf)) is not None]
-        for mixture in sums:
-            if not mixture.is_sum:
-                raise mixture.refusal()
-        for leaf in leaves_of(given.get("grad_outputs")):
-            marks.check_result(leaf)
-        are_alike = [self.is_alike(root) for root in roots]
-        is_of_rows = any(are_alike) or bool(sums) or any(root in marks.whole for root in roots) or marks.sets_in(roots)
-        others = [i for i, leaf in enumerate(inputs) if self._rows_of(leaf) is None] if is_of_rows else []
-        with self.follower.paused():  # backward of the model visits its sharded calls once more, in their order
-            size = 1 if self.follower.ranks is None else self.follower.ranks.size
-            outputs = zip(leaves_of(given["outputs"]), are_alike)
-            given["outputs"] = [leaf / size if is_alike else leaf for leaf, is_alike in outputs]  # this rank's share
-            found = [*torch.autograd.grad(**{**given, "retain_graph": True})]
-            for i, total in zip(others, self._over_ranks([(inputs[i], found[i]) for i in others], given)):
-                found[i] = total
-        for i, (leaf, grad) in enumerate(zip(inputs, found)):
-            if grad is not None and (rows := self._rows_of(leaf)) is not None:
-                is_batched = bool(given.get("is_grads_batched", False))
-                marks.mark(grad, replace(rows, dim=rows.dim + is_batched, points_to=None))
-            elif grad is not None and i in others:
-                self.follower.mark_plain(grad)
-        return tuple(found)
-
-    def _over_ranks(self, parts: list[tuple[Tensor, Tensor | None]], given: dict[str, Any]) -> list[Tensor | None]:
-        """The sums over ranks of gradients by tensors that have no rows; `None` where no rank found one. Collective."""
-        ranks = self.follower.ranks
-        if ranks is None or ranks.size == 1 or not parts:
-            return [part for _, part in parts]
-        told = ranks.all_gather_object([part is not None for _, part in parts], "gradients by what has no rows")
-        is_found = [any(flags) for flags in zip(*told)]
-        with torch.set_grad_enabled(torch.is_grad_enabled() and bool(given.get("create_graph", False))):
-            return [
-                summed(torch.zeros_like(leaf) if part is None else part, ranks, "gradient") if found else None
-                for (leaf, part), found in zip(parts, is_found)
-            ]
 
     def _check_number(self, number: Any) -> None:
         """Refuse a plain number that was made of how many rows this rank has, which ``len`` gives away."""

@@ -5,19 +5,23 @@ The gradient of rows has those rows. The gradient of what has no rows, such as a
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardpass.core.following.follow import FollowRows
 from shardpass.core.following.marks import Marks
 from shardpass.core.following.refusals import Mixture
+from shardpass.core.following.row_count import leaves_of
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import user_line
-from shardpass.core.ranks import RowSet, autograd_leaves, is_summed_before, torch_private
+from shardpass.core.ranks import Ranks, RowSet, autograd_leaves, is_summed_before, summed, torch_private
 
 _LIBRARIES = ("torch", "torch_geometric", "dgl", "shardpass")
 _NOTE = "shardpass"
@@ -188,3 +192,55 @@ def watch_gradients(tensors: Iterable[Tensor], sets: Sequence[RowSet], tell: Cal
             if is_own and not hasattr(leaf, _WATCHED) and not counts.intersection(leaf.shape):
                 setattr(leaf, _WATCHED, True)  # one hook, however often it meets rows
                 leaf.register_post_accumulate_grad_hook(lambda _: tell())
+
+
+def gradients_taken(
+    follower: FollowRows, is_alike: Callable[[Tensor], bool], rows_of: Callable[[Tensor], Rows | None], args: Any,
+    kwargs: Any,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """What ``torch.autograd.grad`` gives within a model: by rows it is rows, and by anything else alike on all ranks.
+
+    Collective, as backward of the layers that lie between them is. Of what every rank computes alike, each rank
+    differentiates its share.
+    """
+    given = inspect.signature(torch.autograd.grad).bind(*args, **kwargs).arguments
+    inputs, outputs, marks = [*leaves_of(given["inputs"])], [*leaves_of(given["outputs"])], follower.marks
+    follower.differentiates = True
+    roots = [torch_private.unwrapped(leaf) for leaf in outputs]
+    sums = [mixture for root in roots if (mixture := marks.mixtures.get(root)) is not None]
+    for mixture in sums:
+        if not mixture.is_sum:
+            raise mixture.refusal()
+    for leaf in leaves_of(given.get("grad_outputs")):
+        marks.check_result(leaf)
+    are_alike = [is_alike(root) for root in roots]
+    is_of_rows = bool(sums or marks.sets_in(roots)) or any(are_alike) or any(root in marks.whole for root in roots)
+    others = [i for i, leaf in enumerate(inputs) if rows_of(leaf) is None and marks.mixtures.get(leaf) is None]
+    with follower.paused():  # backward of the model visits its sharded calls once more, in their order
+        size = 1 if follower.ranks is None else follower.ranks.size
+        given["outputs"] = [leaf / size if one else leaf for leaf, one in zip(outputs, are_alike)]
+        found = [*torch.autograd.grad(**{**given, "retain_graph": True})]
+        if is_of_rows and others and follower.ranks is not None and size > 1:
+            is_graph = torch.is_grad_enabled() and bool(given.get("create_graph", False))
+            totals = _over_ranks([inputs[i] for i in others], [found[i] for i in others], follower.ranks, is_graph)
+            for i, total in zip(others, totals):
+                found[i] = total
+    for leaf, grad in zip(inputs, found):
+        rows = rows_of(leaf)
+        if grad is not None and rows is not None:
+            is_batched = bool(given.get("is_grads_batched", False))
+            marks.mark(grad, replace(rows, dim=rows.dim + is_batched, points_to=None))
+        elif grad is not None and is_of_rows:
+            follower.mark_plain(grad)
+    return tuple(found)
+
+
+def _over_ranks(leaves: list[Tensor], parts: list[Tensor | None], ranks: Ranks, is_graph: bool) -> list[Tensor | None]:
+    """The sums over ranks of gradients by tensors without rows; `None` where no rank found one. Collective."""
+    told = ranks.all_gather_object([part is not None for part in parts], "gradients by what has no rows")
+    is_found = [any(flags) for flags in zip(*told)]
+    with torch.set_grad_enabled(is_graph):
+        return [
+            summed(torch.zeros_like(leaf) if part is None else part, ranks, "gradient") if one else None
+            for leaf, part, one in zip(leaves, parts, is_found)
+        ]

@@ -282,11 +282,7 @@ class Around:
         return out
 
     def _differentiated(self, func: Any, args: Any, kwargs: Any, are_followed: bool) -> Any:
-        """What ``backward`` or ``torch.autograd.grad`` returns. Refuse what may not be differentiated.
-
-        Args:
-            are_followed: what is differentiated is followed; results of a model with ``check=False`` are not.
-        """
+        """What ``backward`` or ``torch.autograd.grad`` returns. Refuse what may not be differentiated, if followed."""
         roots = _tensors_in(args[:1], kwargs.get("outputs"))
         if (refused := self._refused_in(roots)) is not None:
             raise refused

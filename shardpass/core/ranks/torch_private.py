@@ -10,7 +10,7 @@ import logging
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -21,13 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import (
-    tree_flatten,
-    tree_leaves,
-    tree_map,
-    tree_map_only,
-    tree_unflatten,
-)
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import _StopRecomputationError
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -59,6 +53,7 @@ __all__ = [
     "has_any_forward_hook",
     "has_forward_hook",
     "has_hook",
+    "is_asked_for",
     "is_foreign",
     "is_in_backward",
     "is_mutable",
@@ -133,12 +128,9 @@ def node_number(node: torch.autograd.graph.Node) -> int:
 
 def is_asked_for(node: Any) -> bool:
     """Whether the backward that runs goes on to a node of its graph; `None` stands for a tensor without gradient."""
-    if node is None:
-        return False
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # torch does not tell of a leaf that ``autograd.grad`` was given
-        return True
+    with suppress(RuntimeError):  # torch does not tell of a leaf that ``autograd.grad`` was given
+        return node is not None and bool(torch._C._will_engine_execute_node(node))
+    return True
 
 
 def next_node_number() -> int:
@@ -380,10 +372,7 @@ def symbolic_shapes() -> tuple[Any, Any]:
 def quiet_shapes() -> Iterator[None]:
     """A block in which torch does not log what fails on symbols: the error is told in the words of a refusal."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-
-    def says_nothing(_: logging.LogRecord) -> bool:  # each block has its own, since ranks may be threads
-        return False
-
+    says_nothing = logging.Filter("nothing")  # each block has its own, since ranks may be threads
     logger.addFilter(says_nothing)
     try:
         yield
