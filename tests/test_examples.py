@@ -1,5 +1,6 @@
 """Every example runs as its docstring says, and ends in the number it should."""
 
+import importlib
 import io
 import os
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import shardpass as sp
 from shardpass.cli.launch import find_program, launcher_environment
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -139,6 +141,42 @@ def test_meshgraphnets(launcher: str, ranks: int, folder: Path) -> None:
     assert found and float(found[1]) < float(found[2]) / 2 and int(found[3]) == ranks
 
 
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [("python", 1), pytest.param("torchrun", 2, marks=[pytest.mark.processes, pytest.mark.long])],
+)
+def test_forces(launcher: str, ranks: int, folder: Path) -> None:
+    pytest.importorskip("matplotlib")
+    text = run(launcher, "forces", folder, "parity.svg")
+    assert "<svg" in (folder / "parity.svg").read_text()
+    found = re.findall(r"error ([0-9.]+), size ([0-9.]+), on (\d+) rank", text)
+    assert [float(error) / float(size) for error, size, _ in found] == pytest.approx([0.515, 0.123, 0.086], abs=0.002)
+    assert {int(of) for *_, of in found} == {ranks}
+
+
+@pytest.mark.parametrize("kind", ["SchNet", "Vectors"])
+def test_forces_are_the_same_on_three_ranks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["forces.py"])
+    monkeypatch.syspath_prepend(EXAMPLES)  # PyG looks up the module in which a layer is defined
+    torch.set_default_dtype(torch.float64)
+    try:
+        example = vars(importlib.import_module("forces"))
+        whole, shared = (
+            sp.spawn(example["train"], ranks, args=(example["labelled"](), example[kind], 3))[0] for ranks in (1, 3)
+        )
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(shared, whole, rtol=1e-9, atol=1e-9)
+
+
+def test_labels_of_copper(folder: Path) -> None:
+    pytest.importorskip("ase")
+    run("python", "copper_labels", folder, "copper.pt")
+    text = run("python", "forces", folder, "copper.pt")
+    found = re.search(r"forces: error ([0-9.]+), size ([0-9.]+)", text)
+    assert found and float(found[1]) < 0.15 * float(found[2])
+
+
 def test_one_device(folder: Path) -> None:
     """The numbers of PyG, with less memory."""
     text = run("python", "one_device", folder, "8000", "20", "cpu")
@@ -227,7 +265,7 @@ def test_sampling(name: str, accuracy: float, launcher: str, ranks: int, folder:
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_examples_are_short_and_say_how_to_run_them(path: Path) -> None:
     text = path.read_text()
-    most = 130 if path.stem == "meshgraphnets" else 75  # a mesh, its solver and a picture are in it
+    most = {"meshgraphnets": 130, "forces": 175}.get(path.stem, 75)  # their data and pictures are in them
     assert len(text.splitlines()) <= most
     assert f"python examples/{path.name}" in text.split('"""')[1]
     assert "argparse" not in text and os.path.basename(path) in text

@@ -105,6 +105,17 @@ def test_gradients_in_the_script(strained, ranks, mode):
     assert_same(on_ranks(run, models.Energies, ranks, mode), run(made(models.Energies), DATA))
 
 
+def test_gradients_in_the_script_of_a_model_that_is_not_checked():
+    def work(comm):
+        graph = sp.shard(DATA, comm)
+        model = sp.pyg.wrap(copies[comm.rank], comm, check=False)
+        return graph.whole(by_script(model, graph, comm)["forces"].detach())
+
+    copies = [made(models.Energies) for _ in range(3)]
+    expected = by_script(made(models.Energies), DATA)["forces"]
+    torch.testing.assert_close(sp.spawn(work, 3)[0], expected.detach(), rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_loss_that_reaches_the_forces_on_one_rank_alone(ranks):
     def run(model, graph, comm=None):

@@ -180,12 +180,11 @@ class Around:
         target = written_by(name, args, kwargs)
         is_own = bool(args) and type(args[0]) is Tensor
         at = self._rows_put_at(name, args)
-        are_followed = any(isinstance(one, FollowedOutput) for one in _tensors_in(args[:1], kwargs.get("outputs")))
         args, kwargs = torch_private.tree_map(_plain_operand, (args, kwargs))
         if is_own and name in _TAKES_DTYPE:
             return func(*args, **kwargs)
         if name == "backward" or func is torch.autograd.grad:
-            return self._differentiated(func, args, kwargs, are_followed)
+            return self._differentiated(func, args, kwargs, tensors)
         if name in _RUNS_AS_IT_IS:
             return self._as_it_is(func, name, args, kwargs)
         given = _tensors_in(args, kwargs)
@@ -281,12 +280,13 @@ class Around:
         self.marks.check_result((plain_of(out), target))  # which the script, or a norm, holds
         return out
 
-    def _differentiated(self, func: Any, args: Any, kwargs: Any, are_followed: bool) -> Any:
-        """What ``backward`` or ``torch.autograd.grad`` returns. Refuse what may not be differentiated, if followed."""
+    def _differentiated(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
+        """What ``backward`` or ``torch.autograd.grad`` returns. Refuse what may not be differentiated."""
         roots = _tensors_in(args[:1], kwargs.get("outputs"))
         if (refused := self._refused_in(roots)) is not None:
             raise refused
-        if are_followed and any(map(self.functions.is_alike, roots)):
+        followed = {id(one.plain) for one in given if isinstance(one, FollowedOutput)}  # no others, as of check=False
+        if any(self.functions.is_alike(root) for root in roots if id(root) in followed):
             raise counts_for_each_rank(user_line())
         found = func(*args, **kwargs)
         if found is None:

@@ -164,7 +164,8 @@ def own_gradient(line: UserLine) -> RefusedError:
     """What is to be known of the gradient of a script's own tensor, which is not refused."""
     return RefusedError(
         f"{line}: a tensor of your own that requires a gradient has met rows. Its gradient is this rank's share. Add "
-        f"it up by comm.all_reduce before you use it, or make the tensor a parameter of a module that is wrapped"
+        f"it up before you use it: by comm.all_reduce, or by shardpass.all_reduce_sum if a loss is made of it. Or make "
+        f"the tensor a parameter of a module that is wrapped"
     )
 
 

@@ -230,8 +230,9 @@ class OutermostCall:
         if (transform := torch_private.running_transform()) is not None:
             raise RefusedError(
                 f"{user_line()}: a wrapped model is called within a functional transform ({transform}), but rows that "
-                f"travel between ranks go through reverse-mode autograd only. Use loss.backward() or "
-                f"torch.autograd.grad, and call one model after the other in place of vmap"
+                f"travel between ranks go through torch.autograd in reverse mode only. Use loss.backward() or "
+                f"torch.autograd.grad, with create_graph=True for derivatives of derivatives, and call one model after "
+                f"the other in place of vmap"
             )
 
     def alone(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
