@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from shardpass.core.following.call import Made
 from shardpass.core.following.failing import explained_failure
 from shardpass.core.following.follow import FollowRows
-from shardpass.core.following.gradients import follow_function, followed_hook
+from shardpass.core.following.gradients import follow_function, followed_hook, gradients_here
 from shardpass.core.following.judge import composed
 from shardpass.core.following.literal_places import PLACES, bounds_of, check_places
 from shardpass.core.following.made_rows import RESHAPES, MadeRows
@@ -102,6 +102,11 @@ class FollowFunctions(TorchFunctionMode):
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if func is torch.autograd.grad:
             return self._differentiated(args, kwargs)
+        if name == "backward":
+            raise RefusedError(
+                f"{user_line()}: the model calls backward within its forward, which adds this rank's part to `.grad`. "
+                f"Use torch.autograd.grad, which returns the gradients of the whole graph"
+            )
         if name == "register_hook" and first is not None:
             return func(first, followed_hook(self.follower, self.block, args[1], self._rows_of(first)))
         self._check_given(name, first, args, kwargs)
@@ -271,7 +276,7 @@ class FollowFunctions(TorchFunctionMode):
             size = 1 if self.follower.ranks is None else self.follower.ranks.size
             outputs = zip(leaves_of(given["outputs"]), are_alike)
             given["outputs"] = [leaf / size if is_alike else leaf for leaf, is_alike in outputs]  # this rank's share
-            found = [*torch.autograd.grad(**{**given, "retain_graph": True})]
+            found = gradients_here({**given, "retain_graph": True}, marks)
             for i, total in zip(others, self._over_ranks([(inputs[i], found[i]) for i in others], given)):
                 found[i] = total
         for i, (leaf, grad) in enumerate(zip(inputs, found)):

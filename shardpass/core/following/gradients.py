@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardpass.core.following.follow import FollowRows
@@ -152,6 +153,28 @@ def _check(follower: FollowRows, found: Sequence[Any], may_be_sum: bool) -> None
         mixture = follower.marks.mixtures.get(grad) if isinstance(grad, Tensor) else None
         if mixture is not None and not (mixture.is_sum and may_be_sum):
             raise mixture.refusal()
+
+
+def gradients_here(given: dict[str, Any], marks: Marks) -> list[Tensor | None]:
+    """What ``torch.autograd.grad(**given)`` returns. A rank that lacks rows may not use what others use: zeros there.
+
+    Raises:
+        RuntimeError: torch's, where something is not used though this rank has rows of all kinds.
+    """
+    if given.get("allow_unused", False) or given.get("materialize_grads", False):
+        return [*torch.autograd.grad(**given)]
+    inputs = [*torch_private.tree_leaves(given["inputs"])]
+    found = [*torch.autograd.grad(**{**given, "allow_unused": True})]
+    lacks_rows = any(rows.count == 0 for rows in marks.known)
+    for place, (one, grad) in enumerate(zip(inputs, found)):
+        if grad is None and not lacks_rows and one.numel():
+            raise RuntimeError(
+                f"The differentiated Tensor at index {place} appears to not have been used in the graph. Set "
+                f"allow_unused=True if this is the desired behavior."
+            )
+        if grad is None:
+            found[place] = torch.zeros_like(one)
+    return found
 
 
 def note_gradients(marks: Marks, found: Any, inputs: Iterable[Any], roots: Sequence[Tensor]) -> bool:

@@ -8,6 +8,7 @@ raised when backward comes to it.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from shardpass.core.following.followed_output import FollowedOutput, named
 from shardpass.core.following.functions import ADDS, READS, FollowFunctions
-from shardpass.core.following.gradients import follow_function, note_gradients, watch_gradients
+from shardpass.core.following.gradients import follow_function, gradients_here, note_gradients, watch_gradients
 from shardpass.core.following.marks import Marks
 from shardpass.core.following.own_counts import OwnCounts
 from shardpass.core.following.own_numbers import own_number
@@ -42,6 +43,7 @@ from shardpass.core.ranks import (
     Gives,
     Ranks,
     RowSet,
+    SummedModels,
     end_derivatives,
     has_raw_parameter,
     is_made_of_parameters,
@@ -176,6 +178,9 @@ class Around:
                     return None
                 return func(*args)  # what a Function has returned has another one than the tensor that it stands for
         tensors = [leaf for leaf in leaves_of((args, [*kwargs.values()])) if isinstance(leaf, Tensor)]
+        roots = [
+            plain_of(one) for one in leaves_of((args[:1], kwargs.get("outputs"))) if isinstance(one, FollowedOutput)
+        ]
         near = self._sets_of_followed(tensors)
         target = written_by(name, args, kwargs)
         is_own = bool(args) and type(args[0]) is Tensor
@@ -184,7 +189,7 @@ class Around:
         if is_own and name in _TAKES_DTYPE:
             return func(*args, **kwargs)
         if name == "backward" or func is torch.autograd.grad:
-            return self._differentiated(func, args, kwargs)
+            return self._differentiated(func, args, kwargs, roots)
         if name in _RUNS_AS_IT_IS:
             return self._as_it_is(func, name, args, kwargs)
         given = _tensors_in(args, kwargs)
@@ -280,20 +285,31 @@ class Around:
         self.marks.check_result((plain_of(out), target))  # which the script, or a norm, holds
         return out
 
-    def _differentiated(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What ``backward`` or ``torch.autograd.grad`` returns. Refuse what may not be differentiated."""
-        roots = _tensors_in(args[:1], kwargs.get("outputs"))
+    def _differentiated(self, func: Any, args: Any, kwargs: Any, roots: list[Tensor]) -> Any:
+        """What ``backward`` or ``torch.autograd.grad`` returns. Refuse what may not be differentiated.
+
+        Args:
+            roots: those of the tensors that are differentiated which are followed.
+        """
         if (refused := self._refused_in(roots)) is not None:
             raise refused
         if any(map(self.functions.is_alike, roots)):
             raise counts_for_each_rank(user_line())
-        found = func(*args, **kwargs)
-        if found is None:
+        if func is not torch.autograd.grad:
+            func(*args, **kwargs)
+            end_derivatives(self.comm, ())  # which would keep the graph of autograd alive
             return None
-        found = tuple(end_derivatives(self.comm, found))
-        inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
-        is_of_rows = note_gradients(self.marks, found, [inputs] if isinstance(inputs, Tensor) else inputs, roots)
-        return self.followed(found) if is_of_rows else found
+        given = inspect.signature(func).bind(*args, **kwargs).arguments
+        inputs = torch_private.tree_leaves(given["inputs"])
+        if any(map(self.comm.caches.of(SummedModels).wait_for, inputs)):
+            raise RefusedError(
+                f"{user_line()}: torch.autograd.grad by parameters within no_sync would give what this rank's rows "
+                f"give. Call it outside of no_sync"
+            )
+        found = tuple(end_derivatives(self.comm, gradients_here(given, self.marks)))
+        if not note_gradients(self.marks, found, inputs, roots):
+            return found
+        return tuple(grad if grad is None or is_made_of_parameters(grad) else self.followed(grad) for grad in found)
 
     def _judged(
         self, func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], near: list[RowSet]

@@ -179,8 +179,8 @@ def plain_length(line: UserLine) -> RefusedError:
 def state_beside_rows(line: UserLine, name: str) -> RefusedError:
     """Why a parameter cannot meet rows outside of the model."""
     return RefusedError(
-        f"{line}: `{name}` applies a parameter to rows outside of the wrapped model, where its gradient is not summed "
-        f"over ranks. Do that in a method of the model, or wrap the module that holds the parameter too "
+        f"{line}: `{name}` applies a parameter, or a gradient by one, to rows outside of the wrapped model, where "
+        f"what arrives at it is not summed over ranks. Do that in a method of the model, or wrap the module that holds the parameter too "
         f"(shardpass.pyg.wrap, shardpass.dgl.wrap)"
     )
 

@@ -59,6 +59,7 @@ __all__ = [
     "has_any_forward_hook",
     "has_forward_hook",
     "has_hook",
+    "is_batched",
     "is_foreign",
     "is_in_backward",
     "is_mutable",
@@ -186,6 +187,11 @@ def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
 def function_of(node: Any) -> type | None:
     """The `torch.autograd.Function` whose backward a node of the graph runs; `None` for a node of torch's own."""
     return getattr(node, "_forward_cls", None)
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Whether ``torch.autograd.grad(..., is_grads_batched=True)`` made `tensor`, which stands for several."""
+    return torch._C._functorch.is_batchedtensor(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
 def unwrapped(tensor: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from shardpass.frontends.dgl.functions import is_builtin, is_extremum
 from shardpass.frontends.dgl.mailbox import merged, reduced_by_user, warn_once
 from shardpass.frontends.dgl.messages import MessagePassing, without_infinity
 from shardpass.frontends.dgl.private import ALL, is_all, scores_of_softmax
-from shardpass.frontends.dgl.structure import CanonicalType, Edges, Nodes, NodeType, frame_of
+from shardpass.frontends.dgl.structure import CanonicalType, Edges, Nodes, NodeType, differentiated_once, frame_of
 from shardpass.frontends.dgl.typed_graph import TypedGraph
 from shardpass.frontends.dgl.udf import ShardedNodeBatch
 
@@ -243,6 +243,8 @@ class ShardedDGLGraph(TypedGraph):
         if scores is not None:
             edges.check(scores)
         with self.comm.unfollowed():
+            if scores is not None:
+                differentiated_once(scores)
             return edges.index
 
     # ---- message passing
