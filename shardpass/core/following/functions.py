@@ -102,11 +102,6 @@ class FollowFunctions(TorchFunctionMode):
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if func is torch.autograd.grad:
             return self._differentiated(args, kwargs)
-        if name == "backward":
-            raise RefusedError(
-                f"{user_line()}: the model calls backward within its forward, which adds this rank's part to `.grad`. "
-                f"Use torch.autograd.grad, which returns the gradients of the whole graph"
-            )
         if name == "register_hook" and first is not None:
             return func(first, followed_hook(self.follower, self.block, args[1], self._rows_of(first)))
         self._check_given(name, first, args, kwargs)
@@ -189,7 +184,12 @@ class FollowFunctions(TorchFunctionMode):
             self.follower.marks.mixtures.add(out, replace(mixture, name=name, is_sum=False))
 
     def _check_given(self, name: str, first: Tensor | None, args: Any, kwargs: Any) -> None:
-        """Refuse what takes rows out of torch, or computes with their number."""
+        """Refuse what takes rows out of torch, or computes with their number, and ``backward``."""
+        if name == "backward":
+            raise RefusedError(
+                f"{user_line()}: the model calls backward within its forward, which adds this rank's part to `.grad`. "
+                f"Use torch.autograd.grad, which returns the gradients of the whole graph"
+            )
         if first is not None and name in _LEAVES_TORCH:
             self._check_leaving(name, first)
         mixture = None if first is None else self.follower.marks.mixtures.get(first)

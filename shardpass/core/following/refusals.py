@@ -180,8 +180,8 @@ def state_beside_rows(line: UserLine, name: str) -> RefusedError:
     """Why a parameter cannot meet rows outside of the model."""
     return RefusedError(
         f"{line}: `{name}` applies a parameter, or a gradient by one, to rows outside of the wrapped model, where "
-        f"what arrives at it is not summed over ranks. Do that in a method of the model, or wrap the module that holds the parameter too "
-        f"(shardpass.pyg.wrap, shardpass.dgl.wrap)"
+        f"its gradient is not summed over ranks. Do that in a method of the model, or wrap the module that holds the "
+        f"parameter too (shardpass.pyg.wrap, shardpass.dgl.wrap)"
     )
 
 
