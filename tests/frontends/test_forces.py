@@ -272,5 +272,5 @@ def test_gradients_in_a_call_that_is_not_followed_are_refused(checks):
         for _ in range(3):
             model(graph.z, graph.pos.clone(), graph.edge_index, graph.shifts, graph.batch)
 
-    with pytest.raises(RefusedError, match=r"takes gradients itself in a call whose rows are not followed.*first call"):
+    with pytest.raises(RefusedError, match=r"forward takes gradients in a call .* not followed.*first call"):
         sp.spawn(work, 3)

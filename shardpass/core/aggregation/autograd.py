@@ -19,7 +19,7 @@ from shardpass.core.aggregation.forward import run_forward
 from shardpass.core.aggregation.gradients import Gradients, needed_values, zero_gradients
 from shardpass.core.aggregation.pull import pull_attention, pull_copies
 from shardpass.core.aggregation.second_order import differentiable_gradients
-from shardpass.core.ranks import begin_call, derived, end_call, refuse_unseen, torch_private
+from shardpass.core.ranks import begin_call, check_backward, derived, end_call, torch_private
 from shardpass.core.tracing import Base, Key, Sides
 
 
@@ -70,7 +70,7 @@ class _ShardedCall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
-        refuse_unseen(call.plan.comm, call.label)
+        check_backward(call.plan.comm, grads)
         if torch.is_grad_enabled():
             tensors = ctx.saved_tensors[1 : 1 + ctx.layout[0]]
             needed = [torch_private.is_asked_for(node) for node, _ in ctx.next_functions[1:]]

@@ -184,7 +184,12 @@ class FollowFunctions(TorchFunctionMode):
             self.follower.marks.mixtures.add(out, replace(mixture, name=name, is_sum=False))
 
     def _check_given(self, name: str, first: Tensor | None, args: Any, kwargs: Any) -> None:
-        """Refuse what takes rows out of torch, or computes with their number."""
+        """Refuse what takes rows out of torch, or computes with their number, and ``backward``."""
+        if name == "backward":
+            raise RefusedError(
+                f"{user_line()}: the model calls backward within its forward, which adds this rank's part to `.grad`. "
+                f"Use torch.autograd.grad, which returns the gradients of the whole graph"
+            )
         if first is not None and name in _LEAVES_TORCH:
             self._check_leaving(name, first)
         mixture = None if first is None else self.follower.marks.mixtures.get(first)

@@ -17,11 +17,21 @@ from torch import Tensor, nn
 
 from shardpass.core.following.follow import FollowRows
 from shardpass.core.following.marks import Marks
-from shardpass.core.following.refusals import Mixture
+from shardpass.core.following.refusals import Mixture, within_no_sync
 from shardpass.core.following.row_count import leaves_of
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import user_line
-from shardpass.core.ranks import Ranks, RowSet, autograd_leaves, is_summed_before, summed, torch_private
+from shardpass.core.ranks import (
+    Ranks,
+    RowSet,
+    SummedModels,
+    autograd_leaves,
+    end_derivatives,
+    is_made_of_parameters,
+    is_summed_before,
+    summed,
+    torch_private,
+)
 
 _LIBRARIES = ("torch", "torch_geometric", "dgl", "shardpass")
 _NOTE = "shardpass"
@@ -158,6 +168,46 @@ def _check(follower: FollowRows, found: Sequence[Any], may_be_sum: bool) -> None
             raise mixture.refusal()
 
 
+def gradients_here(given: dict[str, Any], marks: Marks) -> list[Tensor | None]:
+    """What ``torch.autograd.grad(**given)`` returns. A rank that lacks rows may not use what others use: zeros there.
+
+    Raises:
+        RuntimeError: torch's, where something is not used though this rank has rows of all kinds.
+    """
+    if given.get("allow_unused", False) or given.get("materialize_grads", False):
+        return [*torch.autograd.grad(**given)]
+    inputs = [*torch_private.tree_leaves(given["inputs"])]
+    found = [*torch.autograd.grad(**{**given, "allow_unused": True})]
+    lacks_rows = any(rows.count == 0 for rows in marks.known)
+    for place, (one, grad) in enumerate(zip(inputs, found)):
+        if grad is None and not lacks_rows and one.numel():
+            raise RuntimeError(
+                f"The differentiated Tensor at index {place} appears to not have been used in the graph. Set "
+                f"allow_unused=True if this is the desired behavior."
+            )
+        if grad is None:
+            found[place] = torch.zeros_like(one)
+    return found
+
+
+def gradients_around(
+    func: Any, args: Any, kwargs: Any, roots: list[Tensor], marks: Marks, comm: Ranks, follow: Callable[[Any], Any]
+) -> Any:  # fmt: skip
+    """What ``backward`` or ``torch.autograd.grad`` of `roots` returns in a script; `follow` makes what is followed."""
+    if func is not torch.autograd.grad:
+        func(*args, **kwargs)
+        end_derivatives(comm, ())  # which would keep the graph of autograd alive
+        return None
+    given = inspect.signature(func).bind(*args, **kwargs).arguments
+    inputs = torch_private.tree_leaves(given["inputs"])
+    if any(map(comm.caches.of(SummedModels).wait_for, inputs)):
+        raise within_no_sync(user_line())
+    found = tuple(end_derivatives(comm, gradients_here(given, marks)))
+    if not note_gradients(marks, found, inputs, roots):
+        return found
+    return tuple(grad if grad is None or is_made_of_parameters(grad) else follow(grad) for grad in found)
+
+
 def note_gradients(marks: Marks, found: Any, inputs: Iterable[Any], roots: Sequence[Tensor]) -> bool:
     """Note that gradients by rows are rows, and by a script's own tensor a part of a sum; whether any is either.
 
@@ -219,7 +269,7 @@ def gradients_taken(
     with follower.paused():  # backward of the model visits its sharded calls once more, in their order
         size = 1 if follower.ranks is None else follower.ranks.size
         given["outputs"] = [leaf / size if one else leaf for leaf, one in zip(outputs, are_alike)]
-        found = [*torch.autograd.grad(**{**given, "retain_graph": True})]
+        found = gradients_here({**given, "retain_graph": True}, marks)
         if is_of_rows and others and follower.ranks is not None and size > 1:
             is_graph = torch.is_grad_enabled() and bool(given.get("create_graph", False))
             totals = _over_ranks([inputs[i] for i in others], [found[i] for i in others], follower.ranks, is_graph)

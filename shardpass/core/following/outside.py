@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardpass.core.following.followed_output import FollowedOutput, named
 from shardpass.core.following.functions import ADDS, READS, FollowFunctions
-from shardpass.core.following.gradients import follow_function, note_gradients, watch_gradients
+from shardpass.core.following.gradients import follow_function, gradients_around, watch_gradients
 from shardpass.core.following.marks import Marks
 from shardpass.core.following.own_counts import OwnCounts
 from shardpass.core.following.own_numbers import own_number
@@ -42,7 +42,6 @@ from shardpass.core.ranks import (
     Gives,
     Ranks,
     RowSet,
-    end_derivatives,
     has_raw_parameter,
     is_made_of_parameters,
     plain_of,
@@ -176,6 +175,8 @@ class Around:
                     return None
                 return func(*args)  # what a Function has returned has another one than the tensor that it stands for
         tensors = [leaf for leaf in leaves_of((args, [*kwargs.values()])) if isinstance(leaf, Tensor)]
+        outputs = leaves_of((args[:1], kwargs.get("outputs")))
+        roots = [plain_of(one) for one in outputs if isinstance(one, FollowedOutput)]
         near = self._sets_of_followed(tensors)
         target = written_by(name, args, kwargs)
         is_own = bool(args) and type(args[0]) is Tensor
@@ -184,7 +185,7 @@ class Around:
         if is_own and name in _TAKES_DTYPE:
             return func(*args, **kwargs)
         if name == "backward" or func is torch.autograd.grad:
-            return self._differentiated(func, args, kwargs, tensors)
+            return self._differentiated(func, args, kwargs, roots)
         if name in _RUNS_AS_IT_IS:
             return self._as_it_is(func, name, args, kwargs)
         given = _tensors_in(args, kwargs)
@@ -280,21 +281,13 @@ class Around:
         self.marks.check_result((plain_of(out), target))  # which the script, or a norm, holds
         return out
 
-    def _differentiated(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
-        """What ``backward`` or ``torch.autograd.grad`` returns. Refuse what may not be differentiated."""
-        roots = _tensors_in(args[:1], kwargs.get("outputs"))
+    def _differentiated(self, func: Any, args: Any, kwargs: Any, roots: list[Tensor]) -> Any:
+        """What ``backward`` or ``torch.autograd.grad`` of the followed `roots` returns. Refuse what may not be."""
         if (refused := self._refused_in(roots)) is not None:
             raise refused
-        followed = {id(one.plain) for one in given if isinstance(one, FollowedOutput)}  # no others, as of check=False
-        if any(self.functions.is_alike(root) for root in roots if id(root) in followed):
+        if any(map(self.functions.is_alike, roots)):
             raise counts_for_each_rank(user_line())
-        found = func(*args, **kwargs)
-        if found is None:
-            return None
-        found = tuple(end_derivatives(self.comm, found))
-        inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
-        is_of_rows = note_gradients(self.marks, found, [inputs] if isinstance(inputs, Tensor) else inputs, roots)
-        return self.followed(found) if is_of_rows else found
+        return gradients_around(func, args, kwargs, roots, self.marks, self.comm, self.followed)
 
     def _judged(
         self, func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], near: list[RowSet]

@@ -180,9 +180,9 @@ def plain_length(line: UserLine) -> RefusedError:
 def state_beside_rows(line: UserLine, name: str) -> RefusedError:
     """Why a parameter cannot meet rows outside of the model."""
     return RefusedError(
-        f"{line}: `{name}` applies a parameter to rows outside of the wrapped model, where its gradient is not summed "
-        f"over ranks. Do that in a method of the model, or wrap the module that holds the parameter too "
-        f"(shardpass.pyg.wrap, shardpass.dgl.wrap)"
+        f"{line}: `{name}` applies a parameter, or a gradient by one, to rows outside of the wrapped model, where "
+        f"its gradient is not summed over ranks. Do that in a method of the model, or wrap the module that holds the "
+        f"parameter too (shardpass.pyg.wrap, shardpass.dgl.wrap)"
     )
 
 
@@ -235,3 +235,10 @@ def raise_in_backward(tensor: Tensor, refused: RefusedError) -> None:
 
     if tensor.requires_grad:
         tensor.register_hook(refuse)
+
+
+def within_no_sync(line: UserLine) -> RefusedError:
+    return RefusedError(
+        f"{line}: torch.autograd.grad by parameters within no_sync would give what this rank's rows give. Call it "
+        f"outside of no_sync"
+    )

@@ -49,6 +49,29 @@ Linear = Callable[[Tensor], Tensor]
 Found = list[Tensor | None]
 
 
+def check_backward(comm: Ranks, grads: Sequence[Tensor | None]) -> None:
+    """Refuse a backward through a sharded call that cannot be exact.
+
+    Args:
+        grads: what has arrived at the call.
+    """
+    if any(grad is not None and torch_private.is_batched(grad) for grad in grads):
+        raise RefusedError(
+            "torch.autograd.grad(..., is_grads_batched=True), as of torch.autograd.functional.jacobian(vectorize=True),"
+            " comes to a layer on a sharded graph, whose rows travel one gradient at a time. Call torch.autograd.grad "
+            "for one gradient after the other"
+        )
+    forward = comm.forward
+    if comm.size > 1 and forward is not None and forward.rows is None and not forward.is_derivative:
+        if forward.is_left_out is not None:
+            forward.is_left_out()
+        raise RefusedError(
+            "forward takes gradients in a call of the model whose rows are not followed, so it is not known which of "
+            "them have rows and which are sums over ranks. Wrap the model without check=False, and let its first call "
+            "take gradients too; every call is followed then"
+        )
+
+
 def begin_call(comm: Ranks, label: str) -> tuple[int, Tensor]:
     """The number of this collective call, and the 0-dim token that it must take as an autograd input.
 
@@ -144,7 +167,7 @@ def derived(comm: Ranks, arrived: Tensor | None, compute: Callable[[], Sequence[
     finally:
         comm.forward = outer
     assert token is not None
-    if outer is None:
+    if outer is None and comm.size > 1:  # one rank has rows of all kinds
         comm.derivative = token
     return [token, *_tied(token, found)]
 
@@ -155,25 +178,12 @@ def end_derivatives(comm: Ranks, found: Sequence[Tensor | None]) -> list[Tensor 
     They are tied already, but torch lets go of ties where a rank has no rows: in backward of ``torch.cat``.
     """
     token, comm.derivative = comm.derivative, None
-    return [*found] if token is None else _tied(token, found)
+    return [*found] if token is None or not found else _tied(token, found)
 
 
 def _tied(token: Tensor, found: Sequence[Tensor | None]) -> list[Tensor | None]:
-    tied = iter(_Tie.apply(token, *(one for one in found if one is not None)))
+    tied = iter(_TieOfGradients.apply(token, *(one for one in found if one is not None)))
     return [None if one is None else next(tied) for one in found]
-
-
-def refuse_unseen(comm: Ranks, label: str) -> None:
-    """Raise if a model takes gradients itself in a call that is not followed: nobody sums them over ranks.
-
-    Raises:
-        RefusedError: it does.
-    """
-    if comm.size > 1 and comm.forward is not None and comm.forward.rows is None and not comm.forward.is_derivative:
-        raise RefusedError(
-            f"{label}: the model takes gradients itself in a call whose rows are not followed, so that those of other "
-            f"ranks would be left out. Wrap it without check=False, and let it take gradients in its first call too"
-        )
 
 
 def computed_again(
@@ -295,7 +305,7 @@ class _LinearCall(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (token,) = ctx.saved_tensors  # before communicating, see the note above
         forward, adjoint, label, comm = ctx.call
-        refuse_unseen(comm, label)
+        check_backward(comm, grads)
         if not torch.is_grad_enabled():
             return torch.zeros_like(token), adjoint(grads[0]), None, None, None, None
         call = partial(linear_call, comm, label=label, rows=grads[0], forward=adjoint, adjoint=forward)
@@ -317,6 +327,12 @@ class _Tie(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         (token,) = ctx.saved_tensors
         return token * 0, *grads  # derivatives begin with a token that follows the last one of forward
+
+
+class _TieOfGradients(_Tie):
+    """As `_Tie`, of what backward has found."""
+
+    ties_gradients = True
 
 
 def _new_token(comm: Ranks) -> Tensor:

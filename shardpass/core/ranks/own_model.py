@@ -56,22 +56,33 @@ def is_parameter(tensor: Tensor) -> bool:
 
 
 def autograd_leaves(tensor: Tensor) -> Iterator[Any]:
-    """The leaves of autograd that `tensor` is made of; `None` for a call of the engine, behind which nobody looks."""
-    nodes, seen = [tensor.grad_fn], set[Any]()
+    """The leaves of autograd that `tensor` is made of; `None` for a call of the engine, behind which nobody looks.
+
+    The gradient of a parameter, which every rank has alike, is made of that parameter.
+    """
+    edges: list[tuple[Any, int]] = [(tensor.grad_fn, tensor.output_nr)]
+    seen = set[Any]()
     if tensor.grad_fn is None:
         yield tensor
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
+    while edges:
+        node, place = edges.pop()
+        if node is None or (node, place) in seen:
             continue
-        seen.add(node)
+        seen.add((node, place))
         function = torch_private.function_of(node)
-        if function is not None and function.__module__.startswith("shardpass."):
+        if getattr(function, "ties_gradients", False):
+            before = node.next_functions[1 + place]  # the token is the first
+            if before[0] is None:
+                yield None  # zeros, where this rank has found nothing
+            edges.append(before)
+        elif getattr(function, "gives_gradients", False):
+            yield node.parameters[place]
+        elif function is not None and function.__module__.startswith("shardpass."):
             yield None
         elif hasattr(node, "variable"):
             yield node.variable
         else:
-            nodes += [before for before, _ in node.next_functions]
+            edges += node.next_functions
 
 
 def has_raw_parameter(tensor: Tensor) -> bool:

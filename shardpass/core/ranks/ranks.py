@@ -81,6 +81,7 @@ class ForwardPass:
         copies: what modules hold in the place of parameters, each a `ParameterCopies`.
         is_derivative: no model runs, but a backward with ``create_graph=True``.
         layers_are_given: what ``graph.layers`` returned is among the arguments, so that the model was looked at for it.
+        is_left_out: has later calls followed, where this one is not and others are; or `None`.
     """
 
     token: Tensor | None
@@ -88,6 +89,7 @@ class ForwardPass:
     layers_are_given: bool = False
     copies: tuple[Any, ...] = ()
     is_derivative: bool = False
+    is_left_out: Callable[[], None] | None = None
 
 
 def require_ranks(comm: Any, call: str) -> None:
@@ -172,6 +174,11 @@ class SummedModels:
 
     def __init__(self) -> None:
         self.models: WeakSet[nn.Module] = WeakSet()
+
+    def wait_for(self, tensor: Any) -> bool:
+        """Whether the gradient of `tensor`, a parameter of theirs, is held back within `no_sync`."""
+        waiting = [model for model in self.models if vars(model)["_shardpass_wrapped"].waits]
+        return any(tensor is parameter for model in waiting for parameter in model.parameters())
 
     def have_gradient(self, tensor: Tensor) -> bool:
         """Whether `tensor` is the gradient of a parameter of theirs."""

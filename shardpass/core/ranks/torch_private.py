@@ -54,6 +54,7 @@ __all__ = [
     "has_forward_hook",
     "has_hook",
     "is_asked_for",
+    "is_batched",
     "is_foreign",
     "is_in_backward",
     "is_mutable",
@@ -114,11 +115,10 @@ def storage_number(storage: torch.UntypedStorage) -> int:
 
 def storage_of(tensor: Tensor) -> tuple[int, StorageWeakRef] | None:
     """The number of the storage of `tensor` and a weak reference to it; `None` for a tensor without one."""
-    try:
+    with suppress(NotImplementedError, RuntimeError):  # of sparse tensors, for example
         storage = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # sparse tensors, for example
-        return None
-    return storage_number(storage), StorageWeakRef(storage)
+        return storage_number(storage), StorageWeakRef(storage)
+    return None
 
 
 def node_number(node: torch.autograd.graph.Node) -> int:
@@ -135,9 +135,7 @@ def is_asked_for(node: Any) -> bool:
 
 def next_node_number() -> int:
     """A number that is larger than that of any autograd node this thread has made."""
-    node = (torch.ones((), requires_grad=True) * 1).grad_fn
-    assert node is not None
-    return node_number(node)
+    return node_number((torch.ones((), requires_grad=True) * 1).grad_fn)  # type: ignore[arg-type]
 
 
 def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
@@ -188,6 +186,11 @@ def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
 def function_of(node: Any) -> type | None:
     """The `torch.autograd.Function` whose backward a node of the graph runs; `None` for a node of torch's own."""
     return getattr(node, "_forward_cls", None)
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Whether ``torch.autograd.grad(..., is_grads_batched=True)`` made `tensor`, which stands for several."""
+    return torch._C._functorch.is_batchedtensor(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
@@ -364,20 +367,18 @@ def symbolic_shapes() -> tuple[Any, Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    shapes = ShapeEnv(duck_shape=False)
-    return shapes, FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
+    return (shapes := ShapeEnv(duck_shape=False)), FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
 
 
 @contextmanager
 def quiet_shapes() -> Iterator[None]:
     """A block in which torch does not log what fails on symbols: the error is told in the words of a refusal."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    says_nothing = logging.Filter("nothing")  # each block has its own, since ranks may be threads
-    logger.addFilter(says_nothing)
+    logger.addFilter(nothing := logging.Filter("nothing"))  # each block has its own, since ranks may be threads
     try:
         yield
     finally:
-        logger.removeFilter(says_nothing)
+        logger.removeFilter(nothing)
 
 
 def symbolic_size(shapes: Any) -> Any:

@@ -223,7 +223,13 @@ class _Sum(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor | None, *parts: Tensor | None) -> tuple[Tensor | None, ...]:
         _refuse_freed(ctx.parameters)
         if torch.is_grad_enabled():
-            return None, None, None, *_Whole.apply(ctx.sums, ctx.parameters, f"{ctx.label} backward", *parts)
+            if ctx.sums.waits:
+                raise RefusedError(
+                    "gradients by parameters with create_graph=True within no_sync would be those of this rank's rows. "
+                    "Take them outside of no_sync"
+                )
+            anchor = torch.zeros((), requires_grad=True)  # sums can be differentiated where no part is of this rank
+            return None, None, None, *_Whole.apply(ctx.sums, ctx.parameters, f"{ctx.label} backward", anchor, *parts)
         return None, None, None, *ctx.sums.summed(ctx.parameters, parts, f"{ctx.label} backward")
 
 
@@ -233,19 +239,19 @@ class _Whole(torch.autograd.Function):
     So each part gets the gradient of its sum, which every rank has alike.
     """
 
-    gives_parameters = True
+    gives_parameters = gives_gradients = True
 
     @staticmethod
     def forward(
-        ctx: Any, sums: GradientSums, parameters: list[Tensor], label: str, *parts: Tensor | None
+        ctx: Any, sums: GradientSums, parameters: list[Tensor], label: str, anchor: Tensor, *parts: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        ctx.has_part = [part is not None for part in parts]
+        ctx.has_part, ctx.parameters = [part is not None for part in parts], parameters
         return tuple(sums.summed(parameters, tuple(part if part is None else part.clone() for part in parts), label))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, None, None, *(grad if has_part else None for grad, has_part in zip(grads, ctx.has_part))
+        return None, None, None, None, *(grad if has_part else None for grad, has_part in zip(grads, ctx.has_part))
 
 
 def _refuse_freed(parameters: list[Tensor]) -> None:

@@ -111,6 +111,8 @@ def replicated(term: Tensor, comm: Ranks) -> Tensor:
     """
     if not isinstance(term, Tensor) or not term.is_floating_point():
         raise ValueError(f"replicated: expected a floating point tensor, found {describe(term)}")
+    if comm.size == 1:
+        return term
     kinds = {is_summed_before(leaf) for leaf in autograd_leaves(term)}
     if kinds == {True, False}:
         raise RefusedError(

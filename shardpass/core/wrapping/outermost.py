@@ -81,6 +81,11 @@ class FollowedCalls:
         self.knows_order = False
         self.held = HeldRows()
 
+    def follow_all(self) -> None:
+        """Follow every call from now on."""
+        if self._follower is not None:
+            self._follower.differentiates = True
+
     def note_results(self, model: nn.Module, method: str, around: Around, out: Any) -> None:
         """Note what the results `out` of a call that was followed hold."""
         known = [around.marks.known_of(leaf) for leaf in _tensors_in(out)]
@@ -317,6 +322,9 @@ class OutermostCall:
 
     def _unfollowed(self, run: Callable[[], Any]) -> Any:
         self._taken.clear()  # which would keep their graphs of autograd alive
+        forward = self.comm.forward
+        if self.followed.is_on and forward is not None:
+            forward.is_left_out = self.followed.follow_all
         if not self.gives_own_rows:
             return run()
         out, around = self.followed.unfollowed(self.model, self.method, run)

@@ -47,6 +47,13 @@ def type_names(
     return {kind: kind for kind in node_types}, {kind: kind for kind in edge_types}
 
 
+def _is_batch(data: Any) -> bool:
+    try:
+        return bool(data.batch_size != 1)
+    except KeyError:  # DGL is about to count the nodes of what is no batch, for another rank, which is a thread
+        return False
+
+
 def _refuse(data: Any) -> None:
     if type(data).__module__.split(".")[0] == "shardpass":
         raise ValueError("this is one rank's share of a graph that is partitioned already; pass the whole graph")
@@ -55,7 +62,7 @@ def _refuse(data: Any) -> None:
             "this DGLGraph is a block (message flow graph) of a sampler, with different nodes on its two sides; "
             "pass the graph that it was sampled from"
         )
-    if data.batch_size != 1:
+    if _is_batch(data):
         raise ValueError(
             f"this DGLGraph is a batch of {data.batch_size} graphs; pass one of dgl.unbatch(g), or make it one graph: "
             "g.set_batch_num_nodes(torch.tensor([g.num_nodes()])) and "

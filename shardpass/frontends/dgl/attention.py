@@ -26,6 +26,7 @@ from shardpass.frontends.dgl.functions import message_of, operands
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
 from shardpass.frontends.dgl.messages import MessagePassing, summed
 from shardpass.frontends.dgl.private import ALL, softmax_kernel
+from shardpass.frontends.dgl.structure import differentiated_once
 
 Step = Callable[[Tensor], Tensor]
 
@@ -122,7 +123,7 @@ class Weights(_Uncomputed):
         """The weights, ``[num_edges, ...]``. Collective on the first use."""
         if not self._value:
             edges = self.scores.passing.edges
-            rows: Tensor = softmax_kernel(edges.index, self.scores.whole())
+            rows: Tensor = softmax_kernel(edges.index, differentiated_once(self.scores.whole()))
             if self.seed is not None:
                 rows = rows * dropout_of_edges(edges.shards, self.seed, rows, self.dropout)
             self._value.append(rows)
@@ -236,7 +237,9 @@ def _softmax(scores: Tensor, inputs: Inputs) -> Tensor:
 
 def _edge_softmax(graph: AttentionGraph, logits: Any) -> Any:
     """DGL's ``edge_softmax`` in an attention layer."""
-    return Weights(logits) if isinstance(logits, Scores) else softmax_kernel(graph.edges_of(None).index, logits)
+    if isinstance(logits, Scores):
+        return Weights(logits)
+    return softmax_kernel(graph.edges_of(None).index, differentiated_once(logits))
 
 
 class Attends:

@@ -25,7 +25,7 @@ from shardpass.frontends.dgl.functions import is_builtin, is_extremum
 from shardpass.frontends.dgl.mailbox import merged, reduced_by_user, warn_once
 from shardpass.frontends.dgl.messages import MessagePassing, without_infinity
 from shardpass.frontends.dgl.private import ALL, is_all, scores_of_softmax
-from shardpass.frontends.dgl.structure import CanonicalType, Edges, Nodes, NodeType, frame_of
+from shardpass.frontends.dgl.structure import CanonicalType, Edges, Nodes, NodeType, differentiated_once, frame_of
 from shardpass.frontends.dgl.typed_graph import TypedGraph
 from shardpass.frontends.dgl.udf import ShardedNodeBatch
 
@@ -212,8 +212,7 @@ class ShardedDGLGraph(TypedGraph):
             self._dst_frames = {kind: frame.clone() for kind, frame in self._dst_frames.items()}
         else:  # a type that is source and destination has one frame
             same = {id(frame): src[kind] for kind, frame in self._src_frames.items()}
-            dst = self._dst_frames.items()  # an empty frame is false
-            self._dst_frames = {k: same[id(f)] if id(f) in same else f.clone() for k, f in dst}
+            self._dst_frames = {k: same[id(f)] if id(f) in same else f.clone() for k, f in self._dst_frames.items()}
         self._src_frames = src
         self._edge_frames = {kind: frame.clone() for kind, frame in self._edge_frames.items()}
 
@@ -229,9 +228,8 @@ class ShardedDGLGraph(TypedGraph):
         src, _, dst = kind
         other._sources, other._destinations = {src: self._sources[src]}, {dst: self._destinations[dst]}
         other._ntypes = [src, dst] if src != dst or self.is_block else [src]
-        other._edges = {kind: self._edges[kind]}
+        other._edges, other._edge_frames = {kind: self._edges[kind]}, {kind: self._edge_frames[kind]}
         other._src_frames, other._dst_frames = {src: self._src_frames[src]}, {dst: self._dst_frames[dst]}
-        other._edge_frames = {kind: self._edge_frames[kind]}
         return other
 
     @property
@@ -243,6 +241,8 @@ class ShardedDGLGraph(TypedGraph):
         if scores is not None:
             edges.check(scores)
         with self.comm.unfollowed():
+            if scores is not None:
+                differentiated_once(scores)
             return edges.index
 
     # ---- message passing

@@ -16,6 +16,7 @@ from shardpass.core.exchange import HaloPlan, scatter_to_owners
 from shardpass.core.graphs import OwnFields, Relation
 from shardpass.core.ranks import Ranks
 from shardpass.core.sharding import EdgeShards, LazyTensor, build_shards
+from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.closed import refused
 from shardpass.frontends.dgl.frames import Frame, LazyFields
 from shardpass.frontends.dgl.private import HeteroGraphIndex, local_index
@@ -66,6 +67,23 @@ class LocalIndex(HeteroGraphIndex):
     edges = adjacency_matrix = adjacency_matrix_tensors = node_subgraph = copy_to = _no
     out_edges = in_edges = find_edges = edge_id = edge_ids = successors = predecessors = _no
     has_edges_between = has_edge_between = line_graph = in_subgraph = out_subgraph = get_unitgraph = _no
+
+
+def differentiated_once(scores: Tensor) -> Tensor:
+    """`scores`, which are given to DGL's ``edge_softmax``. Its kernel of backward leaves a part out where it is
+    differentiated itself, so a backward with ``create_graph=True`` is refused."""
+    if scores.requires_grad:
+        scores.register_hook(_refuse_twice)
+    return scores
+
+
+def _refuse_twice(grad: Tensor) -> None:
+    if torch.is_grad_enabled():
+        raise RefusedError(
+            "DGL's edge_softmax is wrong where its backward is differentiated (create_graph=True). Divide the "
+            "exponentials of the scores by their sums, with update_all(fn.copy_e(...), fn.sum(...)) and apply_edges("
+            "fn.e_div_v(...)); attention layers of dgl.nn are differentiated any number of times"
+        )
 
 
 @dataclass(frozen=True)
