@@ -92,10 +92,15 @@ def mix(
 ) -> None:  # fmt: skip
     """Note that results are made of a mixture, and are sums over rows if it is and the operation is linear.
 
-    A sum times a zero that stands in the code is zero on every rank: so scripts tie what they differentiate to rows.
+    A sum times a zero that stands in the code is zero on every rank: so models tie what they differentiate to rows.
     """
     is_product = func.overloadpacket in (torch.ops.aten.mul, torch.ops.aten.mul_)
-    if mixture.is_sum and is_product and any(type(leaf) in (int, float) and leaf == 0 for leaf in leaves):
+    if (
+        not marks.is_around
+        and mixture.is_sum
+        and is_product
+        and any(type(leaf) in (int, float) and leaf == 0 for leaf in leaves)
+    ):
         return
     kinds: dict[int, Found] = {}
     for i, leaf in enumerate(leaves):
