@@ -5,7 +5,7 @@ The tables of layers are made with `largest_error`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -49,6 +49,17 @@ def one_each(names: Iterable[Any], others: Sequence[Any] = MODES) -> list[Any]:
         for i, name in enumerate(names)
         for k, other in enumerate(others)
     ]
+
+
+def each_way(names: Iterable[Any], default: Collection[Any]) -> list[Any]:
+    """Of `name`, ranks and mode: by default three ranks and one mode for the names of `default`, in turn; else all."""
+    found = []
+    for i, name in enumerate(names):
+        for ranks in (3, 1, 4):
+            for j, mode in enumerate(MODES):
+                is_long = name not in default or ranks != 3 or j != i % len(MODES)
+                found.append(pytest.param(name, ranks, mode, marks=[pytest.mark.long] if is_long else []))
+    return found
 
 
 def in_turn(

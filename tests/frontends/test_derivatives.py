@@ -11,7 +11,7 @@ from shardpass.testing import assert_exact
 
 from . import hetero_cases
 from .conv_cases import CONVS
-from .how_much import MODES, owners_of
+from .how_much import MODES, each_way, owners_of
 from .model_cases import MORE_MODELS
 from .pyg_cases import GRAPH, MODELS
 
@@ -24,17 +24,7 @@ DEFAULT = {
     "PNAConv", "GENConv", "user's layer", "aggregations exchanged", "GAT", "PNA", "GCNConv against the edges",
     "HGT", "HeteroConv mixed", "to_hetero GATv2",
 }  # fmt: skip
-
-
-def in_ways(names):
-    """Of `name`, ranks and mode: by default one of each for the names of `DEFAULT`, in turn, and all in long tests."""
-    found = []
-    for i, name in enumerate(names):
-        for k, ranks in enumerate((3, 1, 4)):
-            for j, mode in enumerate(MODES):
-                is_long = name not in DEFAULT or k > 0 or j != i % 3
-                found.append(pytest.param(name, ranks, mode, marks=[pytest.mark.long] if is_long else []))
-    return found
+assert {*CASES, *TYPED} >= DEFAULT
 
 
 def check(case, graph, wrap, ranks, mode, order=2):
@@ -50,12 +40,14 @@ def check(case, graph, wrap, ranks, mode, order=2):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "ranks", "mode"), in_ways(name for name in CASES if name not in EDGE_NORMS))
+@pytest.mark.parametrize(
+    ("name", "ranks", "mode"), each_way([name for name in CASES if name not in EDGE_NORMS], DEFAULT)
+)
 def test_layers_and_models_of_pyg(name, ranks, mode):
     check(CASES[name], GRAPH, sp.pyg.wrap, ranks, mode)
 
 
-@pytest.mark.parametrize(("name", "ranks", "mode"), in_ways(TYPED))
+@pytest.mark.parametrize(("name", "ranks", "mode"), each_way(TYPED, DEFAULT))
 def test_models_of_typed_graphs(name, ranks, mode):
     check(TYPED[name], hetero_cases.GRAPH, sp.pyg.wrap, ranks, mode)
 

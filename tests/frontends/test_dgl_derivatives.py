@@ -13,7 +13,7 @@ from shardpass.testing import assert_exact
 
 from .dgl_cases import CONVS, graph_of
 from .dgl_parity import caller
-from .how_much import MODES, owners_of
+from .how_much import MODES, each_way, owners_of
 
 _SOFTMAX = ("GATConv", "GATv2Conv", "DotGatConv", "AGNNConv", "EdgeGAT", "Sequential")
 ATTENTION = {name for name in CONVS if name.startswith(_SOFTMAX)}
@@ -21,21 +21,14 @@ NOT_TWICE = {  # in DGL: a slope of infinity, labels without gradients, memory t
     "TWIRLSUnfoldingAndAttention plain", "EGNNConv", "EGNNConv edges", "LabelPropagation", "LabelPropagation reset",
     "LabelPropagation multi-label", "GroupRevRes", "GroupRevRes edges",
 }  # fmt: skip
-DEFAULT = {"GraphConv", "SAGEConv pool", "EdgeConv", "CFConv", "NNConv", "GINEConv", "GatedGraphConv", "PNAConv"}
+DEFAULT = {
+    "GraphConv weighted", "SAGEConv pool", "EdgeConv", "CFConv", "NNConv max", "GINEConv", "GatedGraphConv three types",
+    "PNAConv", "RelGraphConv basis",
+}  # fmt: skip
+assert {*CONVS} >= DEFAULT
 
 
-def in_ways(names):
-    """Of `name`, ranks and mode; by default one of each for the names of `DEFAULT`."""
-    found = []
-    for i, name in enumerate(names):
-        for k, ranks in enumerate((3, 1, 4)):
-            for j, mode in enumerate(MODES):
-                is_long = name not in DEFAULT or k > 0 or j != i % 3
-                found.append(pytest.param(name, ranks, mode, marks=[pytest.mark.long] if is_long else []))
-    return found
-
-
-@pytest.mark.parametrize(("name", "ranks", "mode"), in_ways(sorted({*CONVS} - ATTENTION - NOT_TWICE)))
+@pytest.mark.parametrize(("name", "ranks", "mode"), each_way(sorted({*CONVS} - ATTENTION - NOT_TWICE), DEFAULT))
 def test_layers_are_those_of_dgl(name, ranks, mode):
     make, call = CONVS[name][:2]
     graph = graph_of(name)

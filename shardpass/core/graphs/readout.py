@@ -12,15 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from shardpass.core.ranks import (
-    Ranks,
-    begin_call,
-    derived,
-    end_call,
-    linear_call,
-    summed,
-    unfollowed,
-)
+from shardpass.core.ranks import Ranks, begin_call, derived, end_call, linear_call, summed, unfollowed
 from shardpass.errors import RefusedError
 
 Reduction = Literal["sum", "max", "min", "prod"]

@@ -14,19 +14,19 @@ You write such a call like this (`linear_call` is the smallest one)::
     end_call(comm, token)
 
 Its Function does three things. (1) It saves the token, and backward unpacks ``ctx.saved_tensors`` before it
-communicates: a recomputation by `torch.utils.checkpoint`, which communicates itself, is then over on every rank. (2)
-Where gradients are enabled in backward (``create_graph=True``) it returns what `derived` gives: the gradients, computed
-by calls that can be differentiated in their turn. (3) Else it returns a zero gradient for the token. It leaves gradient
-materialization on.
+communicates: a recomputation by `torch.utils.checkpoint`, which communicates itself, is then over on every rank. (2) It
+leaves gradient materialization on, and returns a zero gradient for the token. (3) Where gradients are enabled in
+backward (``create_graph=True``), it returns what `derived` gives instead: a token, and gradients that calls have
+computed which can be differentiated in their turn.
+
+The chain ties the calls of one outermost forward. A loss built from several forwards must reach each of them on every
+rank, in the same order.
 
 [Note: derivatives of derivatives]
 Calls that backward makes with ``create_graph=True`` are a chain of their own, the latest call of forward first: the
 gradient of a token *is* the latest token of that chain. Its first token is made of the last one of forward, so backward
 through both visits all calls of derivatives before those of forward. Within a model, whose chain goes on, they take
 part in it.
-
-The chain ties the calls of one outermost forward. A loss built from several forwards must reach each of them on every
-rank, in the same order.
 """
 
 from __future__ import annotations
