@@ -4,13 +4,11 @@
 blocks again and sends gradients to the owners of the sources, or lets the owners pull them over the out-edges.
 """
 
-from shardpass.core.aggregation.attention import dropout_of_edges
 from shardpass.core.aggregation.sharded_call import aggregate
 from shardpass.core.aggregation.whole_neighbourhoods import AtOnce, inputs_at_once
 
 __all__ = [
     "AtOnce",
     "aggregate",
-    "dropout_of_edges",
     "inputs_at_once",
 ]

@@ -18,9 +18,8 @@ from shardpass.core.aggregation.execute import Later, Part, Push, Rows, execute
 from shardpass.core.aggregation.forward import counts
 from shardpass.core.aggregation.gradients import Gradients
 from shardpass.core.aggregation.scores import Piece, scores_of
-from shardpass.core.kernels import Outer, RowRun, SoftmaxState, by_destination, by_source, dropout_factors, shaped
-from shardpass.core.ranks import piece_seed
-from shardpass.core.sharding import EdgeShards, Shard, Transposes
+from shardpass.core.kernels import Outer, RowRun, SoftmaxState, by_destination, by_source, shaped
+from shardpass.core.sharding import Shard, Transposes
 from shardpass.core.tracing import Attention
 from shardpass.errors import InternalError
 
@@ -47,7 +46,7 @@ class _Softmax(Part):
     def add(self, number: int, shard: Shard, rows: Rows, into: Rows) -> None:
         table = shaped(rows[self.attention.value], (self.attention.heads, self.width)) if rows else self.values
         for run in by_destination(shard, self.most):
-            kept = _kept(self.call, self.attention, number, run, self.values)
+            kept = _kept(self.call, self.attention, shard, run, self.values)
             self.scores.accumulate(self.state, Piece(shard, run, rows, table, kept))
 
     def result(self) -> ForwardResult:
@@ -97,7 +96,7 @@ class AttentionAdjoint(Part):
             self.scores.adjoint_of_dst(self._piece(number, shard, rows, table, run), self.outer, self.gradients)
 
     def _piece(self, number: int, shard: Shard, rows: Rows, table: Tensor, run: RowRun) -> Piece:
-        return Piece(shard, run, rows, table, _kept(self.call, self.attention, number, run, self.grad))
+        return Piece(shard, run, rows, table, _kept(self.call, self.attention, shard, run, self.grad))
 
 
 def gradient_and_delta(call: Call, attention: Attention, out: Tensor, gradients: Gradients) -> tuple[Tensor, Tensor]:
@@ -108,22 +107,6 @@ def gradient_and_delta(call: Call, attention: Attention, out: Tensor, gradients:
     tail = attention.heads, width
     grad = shaped(gradients.reductions[attention.output].to(out.dtype), tail).contiguous()
     return grad, (grad * shaped(out, tail)).sum(-1)
-
-
-def dropout_of_edges(edges: EdgeShards, seed: int, like: Tensor, p: float) -> Tensor:
-    """The factors by which dropout multiplies the weights of an attention, for all own edges, shaped as `like`.
-
-    Args:
-        seed: of the call.
-        like: the weights, ``[num_edges, ...]``; it gives shape and dtype.
-        p: probability that a weight is dropped.
-    """
-    found = torch.ones_like(like, requires_grad=False)
-    for number, shard in enumerate(edges.shards):
-        rows = slice(0, shard.num_edges)
-        factors = dropout_factors(piece_seed(seed, number), rows, _numel(like), p, found)
-        shard.put(found, factors.view(-1, *like.shape[1:]))
-    return found
 
 
 def _numel(tensor: Tensor) -> int:
@@ -146,7 +129,9 @@ def chunk_edges(call: Call, attention: Attention, operands: Operands, in_one_loo
     return max(1, call.plan.options.chunk_bytes // (max(widths) * operands.src[attention.value].itemsize))
 
 
-def _kept(call: Call, attention: Attention, number: int, run: RowRun, like: Tensor) -> Tensor | None:
+def _kept(call: Call, attention: Attention, shard: Shard, run: RowRun, like: Tensor) -> Tensor | None:
+    """The factors by which dropout, the only one of the message function, multiplies the weights of a run's edges."""
     if not attention.dropout:
         return None
-    return dropout_factors(call.seed_of(number), run.known_positions(), attention.heads, attention.dropout, like)
+    weights = like.new_empty(()).expand(run.columns.numel(), attention.heads)
+    return call.drops(shard.places(run.known_positions()))(0, weights, attention.dropout)

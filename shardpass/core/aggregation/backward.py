@@ -137,8 +137,7 @@ class _MessageAdjoints(Part):
     ) -> None:
         run = GradientRun(self.call, self.operands, EdgePiece.of_chunk(shard, chunk), rows)
         phase = BackwardPhase(self, chunk)
-        generator = self.call.generator(number, chunk.start)
-        message, _ = run.run(phase, (number, chunk.start), generator)
+        message, _ = run.run(phase, (number, chunk.start), self.call.drops(run.piece.places))
         outputs, cotangents = self._cotangents(phase, run, shard, chunk, message)
         known = [(k, t) for k, t in phase.known.items() if t.requires_grad]
         found = run.add_gradients(outputs, cotangents, into, self.gradients, others=[t for _, t in known])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardpass.core.aggregation.out_edges import OutEdges
 from shardpass.core.exchange import HaloPlan, WalkId, fetch_blocks
-from shardpass.core.kernels import EdgeRun, gather_rows
+from shardpass.core.kernels import EdgeRun, dropout_factors, gather_rows
 from shardpass.core.ranks import ParameterCopies, is_differentiable, ordinary_tensors, piece_seed, replayed
 from shardpass.core.sharding import (
     Chunk,
@@ -23,7 +23,7 @@ from shardpass.core.sharding import (
     smallest_index_dtype,
     to_device,
 )
-from shardpass.core.tracing import Inputs, Key, Program, Sides, State, Structure
+from shardpass.core.tracing import Drops, Inputs, Key, Program, Sides, State, Structure
 
 
 @dataclass
@@ -263,9 +263,9 @@ class Call:
         """A seed for the edges of shard `number` from `first_edge` on, the same in every pass."""
         return piece_seed(self.seed, number, first_edge)
 
-    def generator(self, number: int, first_edge: int) -> Callable[[], torch.Generator]:
-        """Makes the generator of a chunk's dropout, the same in every pass."""
-        return lambda: torch.Generator(self.plan.comm.device).manual_seed(self.seed_of(number, first_edge))
+    def drops(self, places: slice | Tensor) -> Drops:
+        """Gives the factors of dropout of the edges at `places`, the same in every pass and however edges are cut."""
+        return lambda number, rows, p: dropout_factors(self.seed_of(number), places, rows, p)
 
     @contextmanager
     def scope(self, number: int, first_edge: int) -> Iterator[None]:

@@ -125,8 +125,9 @@ class _Messages(Part):
         call = self.call
         for chunk in shard.chunks(self.max_edges):
             phase = ForwardPhase(call, chunk, self.stage, self.last, self.result)
-            inputs = call.inputs(self.operands, EdgePiece.of_chunk(shard, chunk), rows)
-            run = run_again(call, inputs, phase, (number, chunk.start), call.generator(number, chunk.start))
+            piece = EdgePiece.of_chunk(shard, chunk)
+            inputs = call.inputs(self.operands, piece, rows)
+            run = run_again(call, inputs, phase, (number, chunk.start), call.drops(piece.places))
             if run.message is None:
                 continue
             if call.program.aggregate is not None or run.num_reductions != len(call.structure.reductions):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,10 +12,7 @@ from shardpass.core.aggregation.call import Call, EdgePiece, Operands
 from shardpass.core.aggregation.gradients import Gradients
 from shardpass.core.kernels import scatter_rows
 from shardpass.core.sharding import to_host
-from shardpass.core.tracing import EdgeTrace, Inputs, Key, Phase, StopPass
-
-MakeGenerator = Callable[[], torch.Generator]
-
+from shardpass.core.tracing import Drops, EdgeTrace, Inputs, Key, Phase, StopPass
 
 Place = tuple[int, int]
 """Which edges of a call run: the number of their shard, and the first of its edges. Random numbers depend on it."""
@@ -38,7 +35,7 @@ def run_again(
     inputs: Inputs,
     phase: Phase,
     place: Place = (0, 0),
-    generator: MakeGenerator | None = None,
+    drops: Drops | None = None,
     substitutes: dict[int, Tensor] | None = None,
     expected: set[int] | None = None,
 ) -> Run:
@@ -47,10 +44,10 @@ def run_again(
     Args:
         phase: what reductions become.
         place: of the edges.
-        generator, substitutes, expected: see `EdgeTrace`.
+        drops, substitutes, expected: see `EdgeTrace`.
     """
     program = call.program
-    trace = EdgeTrace(program, inputs, phase, substitutes, expected, generator)
+    trace = EdgeTrace(program, inputs, phase, substitutes, expected, drops)
     try:
         with call.scope(*place), trace:
             message = program.message(inputs)
@@ -75,14 +72,14 @@ class GradientRun:
         with torch.enable_grad():
             self.inputs = call.inputs(operands, piece, rows, leaves=True)
 
-    def run(self, phase: Phase, place: Place = (0, 0), generator: MakeGenerator | None = None) -> Run:
+    def run(self, phase: Phase, place: Place = (0, 0), drops: Drops | None = None) -> Run:
         """Run it; what `phase` notes hangs on the leaves afterwards."""
         captured, inputs = self.call.captured, self.inputs
         substitutes = {id(original): leaf for original, leaf in zip(captured, self._captures)}
         expected = {id(t) for _, t in inputs.items()}
         expected |= {id(t) for t in (*self._captures, *captured)}
         with torch.enable_grad():
-            return run_again(self.call, inputs, phase, place, generator, substitutes, expected)
+            return run_again(self.call, inputs, phase, place, drops, substitutes, expected)
 
     def add_gradients(
         self,

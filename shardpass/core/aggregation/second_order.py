@@ -53,7 +53,7 @@ def differentiable_gradients(
         grads: of its results.
         needed: the tensors whose gradients this rank asks for. Those of sources are computed in any case.
     """
-    _refuse_draws(call)
+    _refuse(call)
     tables, structure = _Tables(), call.structure
     read, unread = {call.canonical[name] for name in structure.sources}, dict[str, Tensor]()
     for key, tensor, is_needed in zip(call.keys, tensors, needed):
@@ -170,7 +170,9 @@ class _Messages:
         phase = _WholeReductions(call, piece)
         expected = {id(tensor) for tensor in (*captured, *call.captured, *(t for _, t in inputs.items()))}
         substitutes = {id(original): tensor for original, tensor in zip(call.captured, captured)}
-        message, _ = run_again(call, inputs, phase, substitutes=substitutes, expected=expected)
+        message, _ = run_again(
+            call, inputs, phase, drops=call.drops(piece.places), substitutes=substitutes, expected=expected
+        )
         if structure.edge_output:
             return [message]
         return [phase.values.get(k) for k in range(len(structure.reductions))]
@@ -235,14 +237,13 @@ def _reduced(op: str, values: Tensor, index: Tensor, window: slice, base: Base) 
     return torch.stack([torch.where(value[..., 1].isinf(), value[..., 0], best), value[..., 1]], dim=-1)
 
 
-def _refuse_draws(call: Call) -> None:
+def _refuse(call: Call) -> None:
     structure = call.structure
     name = call.program.name
-    drawn = structure.random or structure.drops or (structure.attention is not None and structure.attention.dropout > 0)
-    if drawn:
+    if structure.random:
         raise RefusedError(
-            f"{name}: dropout, or other random numbers, inside message() cannot be drawn again in a backward with "
-            f"create_graph=True. Switch it off with model.eval() or dropout=0, or move it out of message()"
+            f"{name}: random numbers inside message(), other than those of dropout, cannot be drawn again in a "
+            f"backward with create_graph=True. Draw them before the layer is called, and pass them as edge data"
         )
     if structure.norms:
         raise RefusedError(

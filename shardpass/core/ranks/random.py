@@ -226,7 +226,7 @@ def dropout_factors(seed: int, edges: Tensor, heads: int, p: float, dtype: torch
         bits.bitwise_xor_((bits >> shift) & ((1 << (64 - shift)) - 1)).mul_(_signed(factor))
     bits.bitwise_xor_((bits >> 31) & ((1 << 33) - 1))
     kept = (bits & ((1 << 53) - 1)) >= int(p * (1 << 53))
-    return kept.to(dtype).div_(1 - p)
+    return kept.to(dtype).div_(1 - p if p < 1 else 1)
 
 
 def _signed(bits: int) -> int:

@@ -45,6 +45,11 @@ class StopPass(BaseException):
     """Raised inside a message function once the running pass has seen everything it needs. Never reaches a user."""
 
 
+Drops = Callable[[int, Tensor, float], Tensor]
+"""Gives what the n-th dropout of a message function, which has probability p, multiplies rows of edges by; see
+`dropout_factors`. It is called with n, the rows and p."""
+
+
 class Phase(Protocol):
     """What becomes of the reductions in one run of a message function."""
 
@@ -98,8 +103,7 @@ class EdgeTrace(TorchFunctionMode):
         substitutes: tensors to use in place of others, by id.
         expected: ids of the tensors that require grad and were there before a second run. The trace refuses a message
             function that uses another one, since its gradient would be lost. None allows any.
-        generator: makes the generator that dropout inside the message function draws from, the same whenever this
-            piece runs. None means torch's own generator, which ranks that are threads share.
+        drops: gives the factors of dropout inside the message function, the same whenever this piece runs.
         returned: reductions whose result the message function takes from what the scatter returns, not from the tensor
             that it scatters into. The trace copies nothing into that tensor.
     """
@@ -111,7 +115,7 @@ class EdgeTrace(TorchFunctionMode):
         phase: Phase,
         substitutes: dict[int, Tensor] | None = None,
         expected: set[int] | None = None,
-        generator: Callable[[], torch.Generator] | None = None,
+        drops: Drops | None = None,
         returned: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__()
@@ -119,8 +123,7 @@ class EdgeTrace(TorchFunctionMode):
         self.name, self.phase, self._ranks = program.name, phase, program.ranks
         self.substitutes = substitutes or {}
         self._expected = expected
-        self._make_generator = generator
-        self._generator: torch.Generator | None = None
+        self._drops = drops
         self.num_drops = 0
         self.norms: dict[int, nn.Module] = {}  # by the number of their reduction
         self._first_node = sequence_number() if expected is not None else 0
@@ -178,8 +181,8 @@ class EdgeTrace(TorchFunctionMode):
     def run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]) -> Any:
         """Carry out one intercepted call."""
         self._check_repeatable(name, args, kwargs)
-        if name == "dropout" and self._make_generator is not None:
-            return self._dropout(*args, **kwargs)
+        if name == "dropout" and self._drops is not None:
+            return self._dropout(self._drops, *args, **kwargs)
         if not any(self.is_index(operand) for operand in operands):
             return func(*args, **kwargs)
         first = args[0] if args else None
@@ -238,17 +241,21 @@ class EdgeTrace(TorchFunctionMode):
                 f"times and in pieces, and must draw the same each time. Leave out `generator`"
             )
 
-    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        """`torch.nn.functional.dropout` from the generator of this piece."""
+    def _dropout(
+        self, drops: Drops, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        """`torch.nn.functional.dropout` of rows of edges."""
         if not training or p == 0:
             return input
-        self.num_drops += 1
-        if self._generator is None:
-            assert self._make_generator is not None
-            self._generator = self._make_generator()
-        kept = torch.empty_like(input).bernoulli_(1 - p, generator=self._generator)
-        scaled = kept if p == 1 else kept.div_(1 - p)
-        return input.mul_(scaled) if inplace else input * scaled
+        if input.dim() == 0 or input.size(0) != self._index.size(0):
+            raise RefusedError(
+                f"{self.name}: {user_line()}: dropout inside a message of a tensor of shape {list(input.shape)}, which "
+                f"has no row per edge ({self._index.size(0)} here): each piece of the edges would drop other entries. "
+                f"Drop them before the layer is called"
+            )
+        number, self.num_drops = self.num_drops, self.num_drops + 1
+        factors = drops(number, input.detach(), p).view(input.shape)
+        return input.mul_(factors) if inplace else input * factors
 
     def _check_expected(self, operands: list[Tensor]) -> None:
         assert self._expected is not None

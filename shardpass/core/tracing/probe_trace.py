@@ -76,8 +76,9 @@ class ProbeTrace(EdgeTrace):
     """An `EdgeTrace` that also follows dependence, simple expressions, and captures."""
 
     def __init__(self, program: Program, inputs: Inputs, whole_dst: int, num_edges: int) -> None:
-        device, phase = inputs.index.device, ProbePhase(inputs.num_dst, whole_dst)
-        super().__init__(program, inputs, phase, generator=lambda: torch.Generator(device).manual_seed(0))
+        super().__init__(
+            program, inputs, ProbePhase(inputs.num_dst, whole_dst), drops=lambda _, rows, __: torch.ones_like(rows)
+        )
         self.seen: list[Seen] = []  # the reductions, in order
         self.captures: dict[int, Tensor] = {}
         self.leaves: dict[int, Origin] = {}  # inputs and results of reductions, by id

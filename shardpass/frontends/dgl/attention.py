@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardpass.core.aggregation import aggregate, dropout_of_edges
-from shardpass.core.ranks import draw_seed, is_parameter, torch_private
+from shardpass.core.aggregation import aggregate
+from shardpass.core.kernels import dropout_factors
+from shardpass.core.ranks import draw_seed, is_parameter, piece_seed, torch_private
 from shardpass.core.tracing import Findings, Inputs, Program, Structure
 from shardpass.core.wrapping import with_names
 from shardpass.frontends.dgl.frames import Frame
@@ -125,7 +126,8 @@ class Weights(_Uncomputed):
             edges = self.scores.passing.edges
             rows: Tensor = softmax_kernel(edges.index, differentiated_once(self.scores.whole()))
             if self.seed is not None:
-                rows = rows * dropout_of_edges(edges.shards, self.seed, rows, self.dropout)
+                seed, places = piece_seed(self.seed, 0), slice(0, rows.size(0))
+                rows = rows * dropout_factors(seed, places, rows, self.dropout).view_as(rows)
             self._value.append(rows)
         return self._value[0]
 
