@@ -6,7 +6,6 @@ import torch
 pytest.importorskip("torch_geometric")
 
 import shardpass as sp
-from shardpass.errors import RefusedError
 from shardpass.testing import assert_exact
 
 from . import hetero_cases
@@ -16,12 +15,12 @@ from .model_cases import MORE_MODELS
 from .pyg_cases import GRAPH, MODELS
 
 NOT_BY_TORCH = {"SAGEConv mul"}  # which cannot differentiate a product of zeros twice
-EDGE_NORMS = {"EdgeCNN with BatchNorm", "EdgeConv with BatchNorm"}
 CASES = {name: case for name, case in {**CONVS, **MODELS, **MORE_MODELS}.items() if name not in NOT_BY_TORCH}
 TYPED = {**hetero_cases.LAYERS, **hetero_cases.MODELS}
 DEFAULT = {
     "GCNConv weighted", "SAGEConv max", "SAGEConv list", "GATConv edges", "GATv2Conv", "TransformerConv", "EdgeConv",
-    "PNAConv", "GENConv", "user's layer", "aggregations exchanged", "GAT", "PNA", "GCNConv against the edges",
+    "EdgeCNN with BatchNorm",
+        "PNAConv", "GENConv", "user's layer", "aggregations exchanged", "GAT", "PNA", "GCNConv against the edges",
     "HGT", "HeteroConv mixed", "to_hetero GATv2",
 }  # fmt: skip
 assert {*CASES, *TYPED} >= DEFAULT
@@ -40,9 +39,7 @@ def check(case, graph, wrap, ranks, mode, order=2):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "mode"), each_way([name for name in CASES if name not in EDGE_NORMS], DEFAULT)
-)
+@pytest.mark.parametrize(("name", "ranks", "mode"), each_way(CASES, DEFAULT))
 def test_layers_and_models_of_pyg(name, ranks, mode):
     check(CASES[name], GRAPH, sp.pyg.wrap, ranks, mode)
 
@@ -55,9 +52,3 @@ def test_models_of_typed_graphs(name, ranks, mode):
 @pytest.mark.parametrize("name", ["GCNConv weighted", "GATv2Conv", "PNAConv", "EdgeConv", "user's layer"])
 def test_third_order(name):
     check(CASES[name], GRAPH, sp.pyg.wrap, 3, "sar", order=3)
-
-
-@pytest.mark.parametrize("name", sorted(EDGE_NORMS))
-def test_a_norm_over_the_edges_is_refused_by_name(name):
-    with pytest.raises(RefusedError, match=r"BatchNorm in training mode inside message\(\).*create_graph=True"):
-        check(CASES[name], GRAPH, sp.pyg.wrap, 1, "sar")

@@ -71,13 +71,14 @@ class EdgeFunction:
                 *torch.autograd.grad(outs, leaves, grads, create_graph=is_differentiated, allow_unused=True)
             ]
             for (place, _), more in zip(extra, found[len(wanted) :]):
-                found[place] = _sum(found[place], more)
+                found[place] = add_found(found[place], more)
             return found[: len(wanted)]
 
         return EdgeFunction(compute, (*self.kinds, *kinds), tuple(wanted), self.others)
 
 
-def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+def add_found(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """The sum of two gradients, of which `None` is no gradient."""
     if one is None or other is None:
         return other if one is None else one
     return one + other

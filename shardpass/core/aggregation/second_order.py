@@ -7,18 +7,18 @@ of copies of rows is linear: its gradient is the transposed sum, whose gradient 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from shardpass.core.aggregation.call import Call, EdgePiece, stand_in
-from shardpass.core.aggregation.of_edges import Cut, EdgeFunction, Kind, Pieces, cut_by_destination, of_edges
+from shardpass.core.aggregation.of_edges import Cut, EdgeFunction, Kind, Pieces, add_found, cut_by_destination, of_edges
 from shardpass.core.aggregation.rerun import run_again
 from shardpass.core.aggregation.whole_neighbourhoods import edges_by_destination
 from shardpass.core.exchange import gather_halo, sum_to_owners
-from shardpass.core.ranks import Linear, begin_call, is_differentiable, linear_call, ordinary_tensors
+from shardpass.core.ranks import Linear, begin_call, is_differentiable, linear_call, ordinary_tensors, summed
 from shardpass.core.sharding import EdgeShards, smallest_index_dtype
 from shardpass.core.tracing import REDUCERS, Base, Inputs, Key, Sides, StopPass, accumulator_dtype, expand_index
 from shardpass.errors import RefusedError
@@ -54,8 +54,31 @@ def differentiable_gradients(
         needed: the tensors whose gradients this rank asks for. Those of sources are computed in any case.
     """
     _refuse(call)
-    tables, structure = _Tables(), call.structure
-    read, unread = {call.canonical[name] for name in structure.sources}, dict[str, Tensor]()
+    tables, unread = _tables_of(call, tensors, needed)
+    pieces, messages = _pieces(call, tables), _Messages(call, tables.keys, unread)
+    others = _others(call, tables)
+    norms = [_moments(call, k, tables, messages, pieces, others) for k in sorted(call.structure.norms)]
+    given = {k: grad.contiguous() for k, grad in enumerate(grads) if grad is not None}
+    of_results: Kind = "edge" if call.structure.edge_output else "dst"
+    function = EdgeFunction(messages, tuple(tables.kinds), others=others)
+    adjoint = function.adjoint([*given], [of_results] * len(given), tables.wanted)
+    by_table = dict(zip(tables.wanted, of_edges(adjoint, pieces, [*tables.rows, *given.values()])))
+    for norm in reversed(norms):
+        norm.add_gradients(call, tables, pieces, by_table)
+    results = dict[Key, Tensor | None]()
+    for number, key in enumerate(messages.keys):
+        found = by_table.get(number)
+        if key.side == "src" and key in call.gradients:  # other ranks may have found some
+            there, back = _carriers(call)
+            found = _carried(call, torch.zeros_like(tables.rows[number]) if found is None else found, back, there)
+        results[key] = found
+    captures = [by_table.get(number) for number in range(len(messages.keys), len(tables.rows) - len(norms))]
+    return [*(results.get(key) for key in call.keys), *captures]
+
+
+def _tables_of(call: Call, tensors: Sequence[Tensor], needed: Sequence[bool]) -> tuple[_Tables, dict[str, Tensor]]:
+    """The tables that the message function reads, and the sources that it does not read, by name. Collective."""
+    tables, read, unread = _Tables(), {call.canonical[name] for name in call.structure.sources}, dict[str, Tensor]()
     for key, tensor, is_needed in zip(call.keys, tensors, needed):
         is_wanted = key in call.gradients
         if key.side != "src":
@@ -68,23 +91,56 @@ def differentiable_gradients(
             unread[key.name] = tensor
     for tensor, is_needed in zip(tensors[len(call.keys) :], needed[len(call.keys) :]):
         tables.take(None, "whole", tensor, is_needed)
-    function = EdgeFunction(_Messages(call, tables.keys, unread), tuple(tables.kinds), others=_others(call, tables))
-    given = {k: grad.contiguous() for k, grad in enumerate(grads) if grad is not None}
-    of_results: Kind = "edge" if structure.edge_output else "dst"
-    adjoint = function.adjoint([*given], [of_results] * len(given), tables.wanted)
-    found = of_edges(adjoint, _pieces(call, tables), [*tables.rows, *given.values()])
-    by_table = dict(zip(tables.wanted, found))
-    results, captures = dict[Key, Tensor | None](), list[Tensor | None]()
-    for number, (of, rows) in enumerate(zip(tables.keys, tables.rows)):
-        grad = by_table.get(number)
-        if of is None:
-            captures.append(grad)
-            continue
-        if of.side == "src" and of in call.gradients:  # other ranks may have found some
-            there, back = _carriers(call)
-            grad = _carried(call, torch.zeros_like(rows) if grad is None else grad, back, there)
-        results[of] = grad
-    return [*(results.get(key) for key in call.keys), *captures]
+    return tables, unread
+
+
+@dataclass
+class _EdgeNorm:
+    """Mean and variance that a batch norm inside the message function reads, over the edges of all ranks.
+
+    They are made of sums, which are a function of edges: of ``v - mean`` and its square, where `known` holds the mean
+    that forward found, so that nothing cancels.
+
+    Args:
+        number: of the table of mean and variance, ``[1, 2, channels]``.
+        count: of the edges.
+        function: gives the sums of a piece from the tables before `number` and `known`.
+        shift: the sum of ``v - mean`` over `count`, which is 0 but has derivatives.
+    """
+
+    number: int
+    count: int
+    function: EdgeFunction
+    known: Tensor
+    shift: Tensor
+
+    def add_gradients(self, call: Call, tables: _Tables, pieces: Pieces, by_table: dict[int, Tensor | None]) -> None:
+        """Add to gradients of tables what reaches them through mean and variance. Collective."""
+        found = by_table.get(self.number)
+        of_mean, of_variance = (torch.zeros_like(self.known) if found is None else found).unbind(1)
+        of_sums = torch.stack([of_mean - 2 * self.shift * of_variance, of_variance], dim=1) / self.count
+        of_sums = summed(of_sums, call.plan.comm, f"{call.label} batch norm {self.number}")
+        wanted = [number for number in tables.wanted if number < self.number]
+        adjoint = self.function.adjoint([0], ["whole"], wanted)
+        more = of_edges(adjoint, pieces, [*tables.rows[: self.number], self.known, of_sums])
+        for number, one in zip(wanted, more):
+            by_table[number] = add_found(by_table.get(number), one)
+
+
+def _moments(
+    call: Call, k: int, tables: _Tables, messages: _Messages, pieces: Pieces, others: Mapping[int, Tensor]
+) -> _EdgeNorm:
+    """Makes the table that batch norm `k` reads. Collective."""
+    count, mean, variance = call.norm_moments[k]
+    known = torch.stack([mean, variance])[None].to(accumulator_dtype(call.structure.reductions[k].dtype))
+    number, count = len(tables.rows), max(count, 1)
+    function = EdgeFunction(_SumsOfMoments(messages, k), (*tables.kinds, "whole"), like=(number,), others=others)
+    (found,) = of_edges(function, pieces, [*tables.rows, known])
+    sums = torch.zeros_like(known) if found is None else found
+    shift, squares = (summed(sums, call.plan.comm, f"{call.label} batch norm {number}") / count).unbind(1)
+    tables.take(None, "whole", torch.stack([known[:, 0] + shift, squares - shift.square()], dim=1), True)
+    messages.norms.append(k)
+    return _EdgeNorm(number, count, function, known, shift)
 
 
 def _carried(call: Call, rows: Tensor, there: Linear, back: Linear) -> Tensor:
@@ -144,38 +200,49 @@ def _pieces(call: Call, tables: _Tables) -> Pieces:
 class _Messages:
     """The message function on a piece that holds whole neighbourhoods: its reductions, or its edge result alone.
 
+    It reads the tables of keys, then the captured tensors, then the moments of `norms`.
+
     Args:
-        keys: of the tables that are no captured tensors; those come last.
+        keys: of the tables; `None` for captured tensors, which come last.
         unread: source tensors that the call does not fetch, since nothing depends on them.
+
+    Attributes:
+        norms: the reductions whose values are tables, those of batch norms.
     """
 
     def __init__(self, call: Call, keys: Sequence[Key | None], unread: dict[str, Tensor]) -> None:
-        self.call, self.unread = call, unread
+        self.call, self.unread, self.norms = call, unread, list[int]()
         self.keys = [key for key in keys if key is not None]
         forms = {reduction.form for reduction in call.structure.reductions}
         self.by_kernels = forms <= {"ones", "copy", "scale"} and not call.structure.edge_output
 
     def __call__(self, piece: EdgePiece, rows: list[Tensor]) -> Sequence[Tensor | None]:
-        own, captured = Sides.of(zip(self.keys, rows)), rows[len(self.keys) :]
         if self.by_kernels:
-            return self._sums(piece, own)
-        call, structure = self.call, self.call.structure
-        count = piece.src_rows.numel()
+            return self._sums(piece, Sides.of(zip(self.keys, rows)))
+        phase = _WholeReductions(self.call, piece)
+        message = self.run(piece, rows, phase)
+        if self.call.structure.edge_output:
+            return [message]
+        return [phase.values.get(k) for k in range(len(self.call.structure.reductions))]
+
+    def run(self, piece: EdgePiece, rows: list[Tensor], phase: _WholeReductions) -> Tensor | None:
+        """Run it until `phase` stops it, or to its result."""
+        own, after_keys = Sides.of(zip(self.keys, rows)), rows[len(self.keys) :]
+        captured, moments = after_keys[: len(self.call.captured)], after_keys[len(self.call.captured) :]
+        phase.moments = dict(zip(self.norms, moments))
+        call, count = self.call, piece.src_rows.numel()
         src = {
             name: own.src[one] if one in own.src else stand_in(self.unread[one], count, call.given[name])
             for name, one in call.canonical.items()
         }
         dst = {name: table.index_select(0, piece.dst_rows) for name, table in own.dst.items()}
         inputs = Inputs(src, dst, own.edge, piece.dst_rows, piece.window.stop - piece.window.start)
-        phase = _WholeReductions(call, piece)
         expected = {id(tensor) for tensor in (*captured, *call.captured, *(t for _, t in inputs.items()))}
         substitutes = {id(original): tensor for original, tensor in zip(call.captured, captured)}
         message, _ = run_again(
             call, inputs, phase, drops=call.drops(piece.places), substitutes=substitutes, expected=expected
         )
-        if structure.edge_output:
-            return [message]
-        return [phase.values.get(k) for k in range(len(structure.reductions))]
+        return message
 
     def _sums(self, piece: EdgePiece, own: Sides) -> Sequence[Tensor | None]:
         """Sums of rows, or of rows times the weights of edges."""
@@ -194,20 +261,44 @@ class _Messages:
         return found
 
 
-class _WholeReductions:
-    """Computes the reductions of a piece, to which all in-edges of its destinations belong."""
+class _SumsOfMoments:
+    """Sums over a piece of the rows that batch norm `k` is given, from the mean that is known, and of their squares."""
 
-    def __init__(self, call: Call, piece: EdgePiece) -> None:
-        self.call, self.window = call, piece.window
+    def __init__(self, messages: _Messages, k: int) -> None:
+        self.messages, self.k = messages, k
+
+    def __call__(self, piece: EdgePiece, rows: list[Tensor]) -> list[Tensor]:
+        *rows, known = rows
+        phase = _WholeReductions(self.messages.call, piece, self.k)
+        self.messages.run(piece, rows, phase)
+        shifts = phase.values[self.k].to(known.dtype) - known[:, 0]
+        return [torch.stack([shifts.sum(0), shifts.square().sum(0)])[None]]
+
+
+class _WholeReductions:
+    """Computes the reductions of a piece, to which all in-edges of its destinations belong.
+
+    Args:
+        stop: the reduction that ends the run, whose messages are kept in its place.
+    """
+
+    def __init__(self, call: Call, piece: EdgePiece, stop: int | None = None) -> None:
+        self.call, self.window, self.stop = call, piece.window, stop
         self.num_dst, self.offset, self.whole_dst = _length(piece.window), piece.window.start, call.edges.num_dst
         structure = call.structure
         self.last = None if structure.edge_output else len(structure.reductions) - 1
         self.values: dict[int, Tensor] = {}
+        self.moments: dict[int, Tensor] = {}
 
     def known_base(self, k: int) -> Base | None:
         return self.call.structure.reductions[k].base
 
     def reduce(self, k: int, op: str, values: Tensor, index: Tensor, base: Base) -> Tensor:
+        if k in self.moments:
+            return self.moments[k]
+        if k == self.stop:
+            self.values[k] = values
+            raise StopPass
         self.values[k] = _reduced(op, values, index, self.window, base)
         if k == self.last:
             raise StopPass
@@ -238,15 +329,9 @@ def _reduced(op: str, values: Tensor, index: Tensor, window: slice, base: Base) 
 
 
 def _refuse(call: Call) -> None:
-    structure = call.structure
-    name = call.program.name
-    if structure.random:
+    if call.structure.random:
         raise RefusedError(
-            f"{name}: random numbers inside message(), other than those of dropout, cannot be drawn again in a "
-            f"backward with create_graph=True. Draw them before the layer is called, and pass them as edge data"
-        )
-    if structure.norms:
-        raise RefusedError(
-            f"{name}: a BatchNorm in training mode inside message() cannot be differentiated twice "
-            f"(create_graph=True). Use model.eval(), or another norm"
+            f"{call.program.name}: random numbers inside message(), other than those of dropout, cannot be drawn "
+            f"again in a backward with create_graph=True. Draw them before the layer is called, and pass them as edge "
+            f"data"
         )
