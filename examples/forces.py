@@ -1,7 +1,7 @@
 """A potential of copper, trained on energies, forces and stresses. The labels are those of a Morse potential, or ASE's.
 
     python examples/forces.py
-    python examples/forces.py vectors parity.svg    # an equivariant model; draws what it predicts against the labels
+    python examples/forces.py mace parity.svg    # a model like MACE; draws what it predicts against the labels
     mpirun -n 4 python examples/forces.py
     python examples/copper_labels.py copper.pt && python examples/forces.py copper.pt
 
@@ -45,41 +45,42 @@ class SchNet(nn.Module):
         return self.out(h).squeeze(-1)
 
 
-class VectorBlock(MessagePassing):
-    """A step of PaiNN: scalars and vectors of neighbours, mixed so that the vectors turn with the crystal."""
+class ProductBlock(MessagePassing):
+    """A step of MACE with scalars and vectors: products of the sums over neighbours hold terms of up to four atoms."""
 
     def __init__(self, width):
         super().__init__(aggr="add", node_dim=0)
-        self.radial, self.scalar = nn.Linear(16, 3 * width), nn.Linear(width, 3 * width)
-        self.mix = nn.Linear(width, 2 * width, bias=False)
-        self.update_of = nn.Sequential(nn.Linear(2 * width, width), nn.SiLU(), nn.Linear(width, 3 * width))
+        self.radial, self.source = nn.Linear(16, 3 * width), nn.Linear(width, 3 * width)
+        self.scalars, self.vectors = nn.Linear(4 * width, width), nn.Linear(3 * width, width, bias=False)
 
-    def forward(self, h, vectors, edge_index, towards, smeared):
-        sums = self.propagate(edge_index, h=self.scalar(h), v=vectors, towards=towards, weight=self.radial(smeared))
-        h, vectors = h + sums[:, 0], vectors + sums[:, 1:]
-        left, right = self.mix(vectors).chunk(2, -1)
-        a, b, c = self.update_of(torch.cat([h, right.square().sum(1)], -1)).chunk(3, -1)
-        return h + a + b * (left * right).sum(1), vectors + c.unsqueeze(1) * left
+    def forward(self, h, edge_index, towards, smeared):
+        weight = self.radial(smeared)
+        sums = self.propagate(edge_index, h=self.source(h[:, 0]), v=h[:, 1:], towards=towards, weight=weight) / 12
+        a, v = sums[:, :1], sums[:, 1:]
+        square = v.square().sum(1, keepdim=True)
+        scalars = self.scalars(torch.cat([a, a * a, square, a * square], -1))
+        return h + torch.cat([scalars, self.vectors(torch.cat([v, a * v, square * v], -1))], 1)
 
     def message(self, h_j, v_j, towards, weight):
         a, b, c = (h_j * weight).unsqueeze(1).chunk(3, -1)
         return torch.cat([a, b * v_j + c * towards.unsqueeze(-1)], 1)  # [num_edges, 1 + 3, width]
 
 
-class Vectors(SchNet):
-    """Energies of atoms by an equivariant model."""
+class Mace(SchNet):
+    """Energies of atoms by products that turn with the crystal."""
 
     def __init__(self, width=16):
         super().__init__(width)
-        self.blocks = nn.ModuleList(VectorBlock(width) for _ in range(2))
+        self.blocks = nn.ModuleList(ProductBlock(width) for _ in range(2))
 
     def forward(self, span, edge_index, num_atoms):
         distance = span.norm(dim=-1)
         inside = (1 + torch.cos(torch.pi * distance / CUTOFF)).unsqueeze(-1)
-        h, vectors = self.start.expand(num_atoms, -1), span.new_zeros(num_atoms, 3, self.start.numel())
+        start = self.start.expand(num_atoms, 1, -1)
+        h = torch.cat([start, span.new_zeros(num_atoms, 3, self.start.numel())], 1)
         for block in self.blocks:
-            h, vectors = block(h, vectors, edge_index, span / distance.unsqueeze(-1), self.smear(distance) * inside)
-        return self.out(h).squeeze(-1)
+            h = block(h, edge_index, span / distance.unsqueeze(-1), self.smear(distance) * inside)
+        return self.out(h[:, 0]).squeeze(-1)
 
 
 class Potential(nn.Module):
@@ -160,7 +161,7 @@ def draw(path, found):
 def main():
     torch.set_default_dtype(torch.float64)
     comm = sp.connect()
-    found = train(comm, labelled(), Vectors if "vectors" in sys.argv else SchNet, 50)
+    found = train(comm, labelled(), Mace if "mace" in sys.argv else SchNet, 50)
     if comm.rank == 0:
         for name, (labels, predicted) in found.items():
             error, spread = (predicted - labels).square().mean().sqrt(), labels.square().mean().sqrt()

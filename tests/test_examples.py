@@ -154,7 +154,7 @@ def test_forces(launcher: str, ranks: int, folder: Path) -> None:
     assert {int(of) for *_, of in found} == {ranks}
 
 
-@pytest.mark.parametrize("kind", ["SchNet", "Vectors"])
+@pytest.mark.parametrize("kind", ["SchNet", "Mace"])
 def test_forces_are_the_same_on_three_ranks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["forces.py"])
     monkeypatch.syspath_prepend(EXAMPLES)  # PyG looks up the module in which a layer is defined
