@@ -18,8 +18,14 @@ HEAP = {("sage", 8, True, None): 68, ("sage", 8, False, None): 80, ("sage", 8, T
 def pick(records: list[Record], **wanted: Any) -> Record | None:
     """The first record whose fields are as given; fields that are not named are those of a plain ``sar`` run."""
     wanted["world"] = wanted.pop("ranks")
-    wanted = {"peer": None, "mode": "sar", "share_memory": True, "checkpoint": None, "huge_pages": True, **wanted}
-    return next((one for one in records if all(one.get(name, True) == value for name, value in wanted.items())), None)
+    wanted = {
+        "peer": None, "mode": "sar", "share_memory": True, "checkpoint": None, "huge_pages": True,
+        "in_memory": False, **wanted,
+    }  # fmt: skip
+    return next(
+        (one for one in records if all(one.get(name, name != "in_memory") == value for name, value in wanted.items())),
+        None,
+    )
 
 
 def cpu(record: Record) -> float:
@@ -43,7 +49,7 @@ def verdicts(found: Record) -> list[str]:
     records = found["records"]
     return [
         f"{text} **{'holds' if good else 'does NOT hold'}**."
-        for source in (_speed, _memory, _scaling, _traffic)
+        for source in (_speed, _memory, _in_memory, _scaling, _traffic)
         for text, good in source(records)
     ] + _kernel(found["kernels"])
 
@@ -80,6 +86,16 @@ def _memory(records: list[Record]) -> Iterator[tuple[str, bool]]:
             yield text, heap(ours) <= bound
     if ours := pick(records, graph="20k150", model="gat", ranks=4):
         yield f"GAT 20k150, 4 ranks: {heap(ours):.1f} MB per rank. At most 60:", heap(ours) <= 60
+
+
+def _in_memory(records: list[Record]) -> Iterator[tuple[str, bool]]:
+    """A graph that ``sp.shard`` was given beside the same in a store, on one rank."""
+    for graph, model in (("50k30", "sage"), ("50k30", "gat"), ("20k150", "gat")):
+        given, loaded = (pick(records, graph=graph, model=model, ranks=1, in_memory=way) for way in (True, False))
+        if given and loaded:
+            for name, of, unit in (("CPU s", cpu, "s"), ("memory", heap, "MB")):
+                text = f"{model.upper()} {graph} by sp.shard, one rank: {of(given):.2f} {unit} of {name}, from a store "
+                yield f"{text}{of(loaded):.2f}. At most 1.03 times:", of(given) <= 1.03 * of(loaded)
 
 
 def _scaling(records: list[Record]) -> Iterator[tuple[str, bool]]:

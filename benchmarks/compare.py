@@ -48,6 +48,8 @@ def configurations(quick: bool = False) -> list[Record]:
             this = {**base, "graph": graph, "model": model}
             for size in ranks:
                 modes = ("sar",) if quick or size == 1 else MODES
+                if size == 1:
+                    found.append({**this, "ranks": 1, "mode": "sar", "in_memory": True})
                 found += [{**this, "ranks": size, "mode": mode} for mode in modes]
                 if size > 1:
                     found += [

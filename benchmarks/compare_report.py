@@ -27,7 +27,7 @@ def system_of(record: Record) -> str:
     """What was measured, in a few words."""
     if record["peer"]:
         return _PEERS[record["peer"]]
-    words = [record["mode"]]
+    words = [record["mode"]] + (["by sp.shard"] if record.get("in_memory") else [])
     if record["world"] > 1:
         words.append("shared memory" if record["share_memory"] else "messages")
     words += [] if record.get("huge_pages", True) else ["small pages"]

@@ -131,6 +131,7 @@ def row(record: Record) -> list[str]:
     ranks = record["ranks"]
     peers = {"pyg": "PyG, one process", "dgl": "DGL, one process"}
     shared = "" if record.get("share_memory", True) else ", messages"
+    shared += ", sp.shard" if record.get("in_memory") else ""
     shared += "" if record.get("huge_pages", True) else ", small pages"
     mode = record["mode"] + (f", checkpoint={record['checkpoint']}" if record.get("checkpoint") else "")
     own = f"shardpass{'.dgl' if record.get('frontend') == 'dgl' else ''} {mode} ({record['backend']}{shared})"

@@ -82,7 +82,7 @@ def _prepare(comm: sp.Communicator, config: Config, check: bool = True) -> tuple
     """The graph in memory, and what trains a model on it for one epoch and returns the loss."""
     names = ("mode", "backward", "share_memory")
     options = sp.Options(**{name: config[name] for name in names if name in config})
-    graph = sp.load(config["store"], comm, options)
+    graph = _loaded(comm, config, options)
     x, y, mask = graph.x, graph.y.long(), graph.train_mask
     is_dgl = config.get("frontend") == "dgl"
     with sp.seed(0, comm):
@@ -102,6 +102,15 @@ def _prepare(comm: sp.Communicator, config: Config, check: bool = True) -> tuple
     return graph, epoch
 
 
+def _loaded(comm: sp.Communicator, config: Config, options: sp.Options) -> sp.ShardedGraph:
+    if not config.get("in_memory"):
+        return sp.load(config["store"], comm, options)
+    with np.load(config["npz"]) as arrays:
+        whole = {name: torch.from_numpy(arrays[name]) for name in ("edge_index", "x", "y", "train_mask")}
+    graph: sp.ShardedGraph = sp.shard(whole, comm, options=options)
+    return graph
+
+
 def load_code(config: Config) -> None:
     """Train for an epoch on a ring of eight nodes in this process, so that all loops are compiled and loaded."""
     nodes = torch.arange(8)
@@ -109,7 +118,7 @@ def load_code(config: Config) -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = f"{folder}/ring"
         partition({**ring, "train_mask": nodes < 6}, store, 1, "random")
-        sp.spawn(_one_epoch, 1, args=({**config, "store": store},))
+        sp.spawn(_one_epoch, 1, args=({**config, "store": store, "in_memory": False},))
     gc.collect()
 
 
