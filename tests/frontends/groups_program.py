@@ -90,6 +90,14 @@ def flat(net: nn.Module) -> list[float]:
     return torch.cat([p.detach().flatten() for p in whole]).tolist()
 
 
+def with_states(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """All numbers of all parameters, and of what Adam keeps of them. Collective where they are sharded."""
+    kept = [optimizer.state[p][name] for p in net.parameters() for name in ("exp_avg", "exp_avg_sq", "step")]
+    whole = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in kept]
+    assert all(t.any() for t in whole), "Adam has taken steps"
+    return [*flat(net), *torch.cat([t.detach().double().flatten() for t in whole]).tolist()]
+
+
 class Groups:
     """One rank of a mesh ``shape`` of data x graph."""
 
@@ -141,11 +149,11 @@ class Groups:
         dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
 
     def load(self, path: str, how: str) -> list[float]:
-        """The numbers of the model after it was read."""
+        """What `with_states` gives after it was read."""
         net = self.averaging(how)
         self.trained = net, optimizer_of(net)
         read(path, *self.trained)
-        return flat(net)
+        return with_states(*self.trained)
 
 
 def read(path: str, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -173,7 +181,8 @@ def checkpoints(world: sp.Communicator, folder: str) -> list[list[float]]:
     found = []
     for how in ("fsdp", "ddp"):
         saved = Groups(2, 2, net=all_used())
-        found.append(saved.train(how)[-1][1:])
+        saved.train(how)
+        found.append(with_states(*saved.trained))
         saved.save(f"{folder}/{how}")
         found += [Groups(4, 1, net=all_used()).load(f"{folder}/{how}", other) for other in ("fsdp", "ddp")]
     return found
