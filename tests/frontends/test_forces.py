@@ -8,7 +8,7 @@ from torch import nn
 
 pytest.importorskip("torch_geometric")
 
-from torch_geometric.nn import EquilibriumAggregation
+from torch_geometric.nn import EquilibriumAggregation, MessagePassing
 
 import shardpass as sp
 from shardpass.errors import RefusedError
@@ -274,3 +274,40 @@ def test_gradients_in_a_call_that_is_not_followed_are_refused(checks):
 
     with pytest.raises(RefusedError, match=r"forward takes gradients in a call .* not followed.*first call"):
         sp.spawn(work, 3)
+
+
+class Pairs(MessagePassing):
+    """Rows of eight numbers travel."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.mix = nn.Linear(3, 8), nn.Linear(8, 8)
+
+    def forward(self, pos, edge_index):
+        return self.propagate(edge_index, h=self.first(pos)).square().sum(-1)
+
+    def message(self, h_i, h_j):
+        return self.mix(h_j.tanh()) * h_i
+
+
+@pytest.mark.parametrize(("mode", "walks"), [("sar", 3), ("keep", 2), ("halo", 2)])
+def test_bytes_of_a_step_with_forces(mode, walks):
+    """Rows are fetched for the gradient, which is returned; backward does both the other way round."""
+
+    def work(comm):
+        graph = sp.shard(DATA, comm, options=sp.Options(mode=mode, share_memory=False))
+        model, sent = sp.pyg.wrap(made(Pairs), comm), []
+        for forces in (False, True):
+            for _ in range(2):  # the check of the first call sends more
+                pos, before = graph.pos.clone().requires_grad_(), comm.bytes_sent
+                energies = model(pos, graph)
+                loss = energies.square().sum()
+                if forces:
+                    loss = loss + torch.autograd.grad(energies.sum(), pos, create_graph=True)[0].square().sum()
+                loss.backward()
+            sent.append(comm.bytes_sent - before)
+        return sent, graph.edge_index.plan.schedule.counts
+
+    found = sp.spawn(work, 3)
+    row = sum(map(sum, found[0][1])) * 8 * 8
+    assert [sum(sent[i] for sent, _ in found) for i in (0, 1)] == [walks * row, (walks + 4) * row]
