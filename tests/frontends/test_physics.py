@@ -120,17 +120,6 @@ DICTS = {
 }
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("name", DICTS)
-def test_one_dict(name, ranks):
-    check(DICTS[name], with_dict, ranks)
-
-
-@pytest.mark.parametrize("mode", ["halo", "keep"])
-def test_one_dict_in_other_modes(mode):
-    check(models.Potential, with_dict, 3, options=sp.Options(mode=mode))
-
-
 def refused(model, call, ranks=3) -> str:
     def work(comm):
         graph = sp.shard(atoms(), comm)
@@ -192,15 +181,15 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("name", COMPILED)
-def test_compiled_parts(name, ranks):
-    check(COMPILED[name], with_arguments, ranks)
+CALLS = {**dict.fromkeys(DICTS, with_dict), **dict.fromkeys(COMPILED, with_arguments)}
+IN_OTHER_MODES = [(name, 3, mode) for name in ("a dict, and one returned", "both") for mode in ("halo", "keep")]
 
 
-@pytest.mark.parametrize("mode", ["halo", "keep"])
-def test_compiled_parts_in_other_modes(mode):
-    check(COMPILED["both"], with_arguments, 3, options=sp.Options(mode=mode))
+@pytest.mark.parametrize(
+    ("name", "ranks", "mode"), [*((name, ranks, "sar") for name in CALLS for ranks in RANKS), *IN_OTHER_MODES]
+)
+def test_as_one_process(name, ranks, mode):
+    check({**DICTS, **COMPILED}[name], CALLS[name], ranks, options=sp.Options(mode=mode))
 
 
 COUNTS = "computes with"
