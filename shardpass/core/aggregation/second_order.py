@@ -16,11 +16,23 @@ from torch import Tensor
 from shardpass.core.aggregation.call import Call, EdgePiece, stand_in
 from shardpass.core.aggregation.of_edges import Cut, EdgeFunction, Kind, Pieces, add_found, cut_by_destination, of_edges
 from shardpass.core.aggregation.rerun import run_again
+from shardpass.core.aggregation.weighted_sums import Factor, WeightedSum
 from shardpass.core.aggregation.whole_neighbourhoods import edges_by_destination
 from shardpass.core.exchange import gather_halo, sum_to_owners
 from shardpass.core.ranks import Linear, begin_call, is_differentiable, linear_call, ordinary_tensors, summed
 from shardpass.core.sharding import EdgeShards, smallest_index_dtype
-from shardpass.core.tracing import REDUCERS, Base, Inputs, Key, Sides, StopPass, accumulator_dtype, expand_index
+from shardpass.core.tracing import (
+    REDUCERS,
+    Base,
+    Inputs,
+    Key,
+    Leaf,
+    Sides,
+    Step,
+    StopPass,
+    accumulator_dtype,
+    expand_index,
+)
 from shardpass.errors import RefusedError
 
 _AMONG = {"max": "amax", "min": "amin", "prod": "prod"}  # the names that torch has for them
@@ -55,25 +67,79 @@ def differentiable_gradients(
     """
     _refuse(call)
     tables, unread = _tables_of(call, tensors, needed)
-    pieces, messages = _pieces(call, tables), _Messages(call, tables.keys, unread)
-    others = _others(call, tables)
-    norms = [_moments(call, k, tables, messages, pieces, others) for k in sorted(call.structure.norms)]
+    keys = [key for key in tables.keys if key is not None]
     given = {k: grad.contiguous() for k, grad in enumerate(grads) if grad is not None}
-    of_results: Kind = "edge" if call.structure.edge_output else "dst"
-    function = EdgeFunction(messages, tuple(tables.kinds), others=others)
-    adjoint = function.adjoint([*given], [of_results] * len(given), tables.wanted)
-    by_table = dict(zip(tables.wanted, of_edges(adjoint, pieces, [*tables.rows, *given.values()])))
-    for norm in reversed(norms):
-        norm.add_gradients(call, tables, pieces, by_table)
+    captures = range(len(keys), len(tables.rows))
+    if _is_weighted_sums(call, tables):
+        by_table = _by_kernels(call, tables, given)
+    else:
+        by_table = _by_messages(call, tables, _Messages(call, keys, unread), given)
     results = dict[Key, Tensor | None]()
-    for number, key in enumerate(messages.keys):
+    for number, key in enumerate(keys):
         found = by_table.get(number)
         if key.side == "src" and key in call.gradients:  # other ranks may have found some
             there, back = _carriers(call)
             found = _carried(call, torch.zeros_like(tables.rows[number]) if found is None else found, back, there)
         results[key] = found
-    captures = [by_table.get(number) for number in range(len(messages.keys), len(tables.rows) - len(norms))]
-    return [*(results.get(key) for key in call.keys), *captures]
+    return [*(results.get(key) for key in call.keys), *(by_table.get(number) for number in captures)]
+
+
+def _is_weighted_sums(call: Call, tables: _Tables) -> bool:
+    """Whether the call is sums of source rows, or of these times weights of edges, all of one real dtype."""
+    structure, dtypes = call.structure, {rows.dtype for rows in tables.rows} | {*call.given.values()}
+    sums = [k for k, reduction in enumerate(structure.reductions) if reduction.form != "ones"]
+    dtypes |= {structure.reductions[k].dtype for k in sums}
+    is_real = len(dtypes) == 1 and all(dtype.is_floating_point for dtype in dtypes)
+    return is_real and not structure.edge_output and all(_factors(call, k) for k in sums)
+
+
+def _factors(call: Call, k: int) -> dict[Factor, Key]:
+    """The source rows that a reduction sums, and the weights of edges that these are multiplied by; else nothing."""
+    reduction, formula = call.structure.reductions[k], call.structure.formula
+    source, weight = reduction.source, reduction.weight
+    if reduction.form == "general" and reduction.op == "sum" and formula is not None:
+        step = formula.values[dict(formula.outputs)[k]]
+        read = [formula.values[place] for place in step.operands] if isinstance(step, Step) else []
+        leaves = {leaf.kind: leaf for leaf in read if isinstance(leaf, Leaf)}
+        if not isinstance(step, Step) or step.op != "mul" or {*leaves} != {"src", "edge"} or leaves["src"].repeats > 1:
+            return {}
+        source, weight = leaves["src"].name, leaves["edge"].name
+    elif reduction.form not in ("copy", "scale"):
+        return {}
+    src: dict[Factor, Key] = {"src": Key("src", call.canonical[source])}
+    return {**src, "edge": Key("edge", weight)} if weight else src
+
+
+def _by_kernels(call: Call, tables: _Tables, given: Mapping[int, Tensor]) -> dict[int, Tensor | None]:
+    """Gradients of the tables by their numbers, given those of the results."""
+    found = dict[int, Tensor | None]()
+    for k, grad in given.items():
+        numbers = {factor: tables.keys.index(key) for factor, key in _factors(call, k).items()}
+        if not numbers:  # a count
+            continue
+        factors: dict[Factor, Tensor] = {"dst": grad}
+        factors |= {factor: tables.rows[number] for factor, number in numbers.items()}
+        shapes = {factor: rows.shape for factor, rows in factors.items()}
+        product = WeightedSum(call, shapes, _most_edges(call, tables))
+        for factor, number in numbers.items():
+            if number in tables.wanted:
+                found[number] = add_found(found.get(number), product.by(factor, factors))
+    return found
+
+
+def _by_messages(
+    call: Call, tables: _Tables, messages: _Messages, given: Mapping[int, Tensor]
+) -> dict[int, Tensor | None]:
+    """See `_by_kernels`. Collective where batch norms are inside the message function."""
+    pieces, others = _pieces(call, tables), _others(call, tables)
+    norms = [_moments(call, k, tables, messages, pieces, others) for k in sorted(call.structure.norms)]
+    of_results: Kind = "edge" if call.structure.edge_output else "dst"
+    function = EdgeFunction(messages, tuple(tables.kinds), others=others)
+    adjoint = function.adjoint([*given], [of_results] * len(given), tables.wanted)
+    found = dict(zip(tables.wanted, of_edges(adjoint, pieces, [*tables.rows, *given.values()])))
+    for norm in reversed(norms):
+        norm.add_gradients(call, tables, pieces, found)
+    return found
 
 
 def _tables_of(call: Call, tensors: Sequence[Tensor], needed: Sequence[bool]) -> tuple[_Tables, dict[str, Tensor]]:
@@ -191,10 +257,16 @@ def _narrow(numbers: Tensor) -> Tensor:
 
 
 def _pieces(call: Call, tables: _Tables) -> Pieces:
+    return call.plan.comm.caches.of(_ByDestination, call.edges).pieces(
+        call.edges, _most_edges(call, tables), call.streamed_to
+    )
+
+
+def _most_edges(call: Call, tables: _Tables) -> int:
+    """How many edges are taken at a time, so that a tensor with a row per edge holds ``options.chunk_bytes``."""
     widths = [t.itemsize * t.shape[1:].numel() for t, kind in zip(tables.rows, tables.kinds) if kind != "whole"]
     widths += [torch.Size(r.tail).numel() * r.dtype.itemsize for r in call.structure.reductions]
-    most = max(1, call.plan.options.chunk_bytes // max([*widths, 1]))
-    return call.plan.comm.caches.of(_ByDestination, call.edges).pieces(call.edges, most, call.streamed_to)
+    return max(1, call.plan.options.chunk_bytes // max([*widths, 1]))
 
 
 class _Messages:
@@ -203,22 +275,17 @@ class _Messages:
     It reads the tables of keys, then the captured tensors, then the moments of `norms`.
 
     Args:
-        keys: of the tables; `None` for captured tensors, which come last.
+        keys: of the tables before those of captured tensors.
         unread: source tensors that the call does not fetch, since nothing depends on them.
 
     Attributes:
         norms: the reductions whose values are tables, those of batch norms.
     """
 
-    def __init__(self, call: Call, keys: Sequence[Key | None], unread: dict[str, Tensor]) -> None:
-        self.call, self.unread, self.norms = call, unread, list[int]()
-        self.keys = [key for key in keys if key is not None]
-        forms = {reduction.form for reduction in call.structure.reductions}
-        self.by_kernels = forms <= {"ones", "copy", "scale"} and not call.structure.edge_output
+    def __init__(self, call: Call, keys: Sequence[Key], unread: dict[str, Tensor]) -> None:
+        self.call, self.keys, self.unread, self.norms = call, keys, unread, list[int]()
 
     def __call__(self, piece: EdgePiece, rows: list[Tensor]) -> Sequence[Tensor | None]:
-        if self.by_kernels:
-            return self._sums(piece, Sides.of(zip(self.keys, rows)))
         phase = _WholeReductions(self.call, piece)
         message = self.run(piece, rows, phase)
         if self.call.structure.edge_output:
@@ -243,22 +310,6 @@ class _Messages:
             call, inputs, phase, drops=call.drops(piece.places), substitutes=substitutes, expected=expected
         )
         return message
-
-    def _sums(self, piece: EdgePiece, own: Sides) -> Sequence[Tensor | None]:
-        """Sums of rows, or of rows times the weights of edges."""
-        found: list[Tensor | None] = []
-        for reduction in self.call.structure.reductions:
-            if reduction.form == "ones":
-                found.append(None)
-                continue
-            rows = own.src[self.call.canonical[reduction.source]]
-            if reduction.weight:
-                weights = own.edge[reduction.weight]
-                heads = weights.shape[1:].numel()
-                weighted = rows.reshape(rows.size(0), heads, -1) * weights.reshape(-1, heads, 1)
-                rows = weighted.reshape(rows.shape)
-            found.append(_reduced("sum", rows, piece.dst_rows, piece.window, reduction.base))
-        return found
 
 
 class _SumsOfMoments:
