@@ -1,8 +1,8 @@
 """Backward of a sharded call that is itself differentiated, as for forces: ``create_graph=True``.
 
 The rows of sources are fetched again by differentiable calls, and the gradients are a function of edges, see
-`of_edges`. Its pieces hold whole neighbourhoods, so that torch's own functions compute every reduction at once. A sum
-of copies of rows is linear: its gradient is the transposed sum, whose gradient is the sum again, all by kernels.
+`of_edges`. Its pieces hold whole neighbourhoods, so that reducers compute every reduction at once (`Reducer.whole`). A
+sum of copies of rows is linear: its gradient is the transposed sum, whose gradient is the sum again, all by kernels.
 """
 
 from __future__ import annotations
@@ -31,11 +31,8 @@ from shardpass.core.tracing import (
     Step,
     StopPass,
     accumulator_dtype,
-    expand_index,
 )
 from shardpass.errors import RefusedError
-
-_AMONG = {"max": "amax", "min": "amin", "prod": "prod"}  # the names that torch has for them
 
 
 @dataclass
@@ -350,7 +347,7 @@ class _WholeReductions:
         if k == self.stop:
             self.values[k] = values
             raise StopPass
-        self.values[k] = _reduced(op, values, index, self.window, base)
+        self.values[k] = REDUCERS[op].whole(values, index, self.num_dst, base)
         if k == self.last:
             raise StopPass
         return self.values[k]
@@ -359,24 +356,6 @@ class _WholeReductions:
 def _length(window: slice) -> int:
     found: int = window.stop - window.start
     return found
-
-
-def _reduced(op: str, values: Tensor, index: Tensor, window: slice, base: Base) -> Tensor:
-    """A reduction by functions of torch, which can be differentiated any number of times."""
-    shape = _length(window), *values.shape[1:]
-    if op == "sum":
-        wide = values.to(accumulator_dtype(values.dtype))
-        return wide.new_full(shape, base.value).index_add(0, index, wide).to(values.dtype)
-    if op in _AMONG:
-        start = values.new_full(shape, base.value)
-        return start.scatter_reduce(0, expand_index(index, values), values, _AMONG[op], include_self=base.included)
-    reducer, known = REDUCERS[op], values.detach()
-    state = reducer.init(shape[0], shape[1:], known)
-    reducer.accumulate(state, known, index)
-    value = reducer.value(state, base)
-    won = (known == value.index_select(0, index)).all(-1)
-    best = _reduced("sum", values[..., 0] * won, index, window, Base())
-    return torch.stack([torch.where(value[..., 1].isinf(), value[..., 0], best), value[..., 1]], dim=-1)
 
 
 def _refuse(call: Call) -> None:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardpass.errors import InternalError
+
 State = list[Tensor]
 
 
@@ -75,6 +77,13 @@ class Reducer(ABC):
     def vjp(self, values: Tensor, index: Tensor, state: State, value: Tensor, grad: Tensor, base: Base) -> Tensor:
         """The gradient of `values` ``[E, ...]``, given that of the reduction (rows of `index` in all arguments)."""
 
+    @abstractmethod
+    def whole(self, values: Tensor, index: Tensor, num_dst: int, base: Base) -> Tensor:
+        """The reduction of all messages at once, by functions of torch that can be differentiated any number of times.
+
+        A gradient of gradients is made of it.
+        """
+
 
 class Sum(Reducer):
     name = "sum"
@@ -95,6 +104,15 @@ class Sum(Reducer):
 
     def vjp(self, values: Tensor, index: Tensor, state: State, value: Tensor, grad: Tensor, base: Base) -> Tensor:
         return grad.index_select(0, index)
+
+    def whole(self, values: Tensor, index: Tensor, num_dst: int, base: Base) -> Tensor:
+        wide = values.to(accumulator_dtype(values.dtype))
+        return wide.new_full((num_dst, *values.shape[1:]), base.value).index_add(0, index, wide).to(values.dtype)
+
+
+def _scattered(op: str, values: Tensor, index: Tensor, num_dst: int, base: Base) -> Tensor:
+    start = values.new_full((num_dst, *values.shape[1:]), base.value)
+    return start.scatter_reduce(0, expand_index(index, values), values, op, include_self=base.included)
 
 
 class Extremum(Reducer):
@@ -145,6 +163,9 @@ class Extremum(Reducer):
         """The part of the gradient that each of the tied messages gets, ``[num_dst, ...]``."""
         return grad / (state[1] * (state[0] == value) + (value == base.value)).clamp(min=1)
 
+    def whole(self, values: Tensor, index: Tensor, num_dst: int, base: Base) -> Tensor:
+        return _scattered("a" + self.name, values, index, num_dst, base)
+
 
 class FirstExtremum(Reducer):
     """max or min whose whole gradient goes to the first of the tied messages, as in DGL.
@@ -183,6 +204,15 @@ class FirstExtremum(Reducer):
         won = (values == value.index_select(0, index)).all(-1)
         grad = grad[..., 0].index_select(0, index) * won
         return torch.stack([grad, torch.zeros_like(grad)], dim=-1)
+
+    def whole(self, values: Tensor, index: Tensor, num_dst: int, base: Base) -> Tensor:
+        known = values.detach()
+        state = self.init(num_dst, values.shape[1:], known)
+        self.accumulate(state, known, index)
+        value = self.value(state, base)
+        won = (known == value.index_select(0, index)).all(-1)
+        best = REDUCERS["sum"].whole(values[..., 0] * won, index, num_dst, Base())
+        return torch.stack([torch.where(value[..., 1].isinf(), value[..., 0], best), value[..., 1]], dim=-1)
 
 
 class Prod(Reducer):
@@ -224,6 +254,9 @@ class Prod(Reducer):
         alone = torch.where(is_zero, zeros == 1, zeros == 0)
         scale = base.value if base.included else 1.0
         return grad.index_select(0, index) * torch.where(alone, others, 0) * scale
+
+    def whole(self, values: Tensor, index: Tensor, num_dst: int, base: Base) -> Tensor:
+        return _scattered("prod", values, index, num_dst, base)
 
 
 def rescale(old_peak: Tensor, new_peak: Tensor) -> Tensor:
@@ -269,6 +302,54 @@ class EdgeMoments(Reducer):
         count, (mean, _), (grad_mean, grad_variance) = state[0].clamp(min=1), value[0], grad[0]
         return (grad_mean + 2 * (values - mean) * grad_variance) / count
 
+    def whole(self, values: Tensor, index: Tensor, num_dst: int, base: Base) -> Tensor:
+        raise InternalError("moments over the edges of all ranks are made of sums")
+
+
+class LogSumExp(Reducer):
+    """The logarithm of the sum of exponentials. It keeps the maximum, and the sum of exponentials measured from it.
+
+    The sum is at least 1 where there is a message, so that 0 tells a destination without one.
+    """
+
+    name = "logsumexp"
+
+    def init(self, num_dst: int, tail: Sequence[int], like: Tensor) -> State:
+        peak = like.new_full((num_dst, *tail), -inf, dtype=accumulator_dtype(like.dtype))
+        return [peak, torch.zeros_like(peak)]
+
+    def fill(self, state: State, values: Tensor, index: Tensor) -> None:
+        peak, total = state
+        values = values.to(peak.dtype)
+        peak.scatter_reduce_(0, expand_index(index, values), values, "amax")
+        total.index_add_(0, index, rescale(values, peak.index_select(0, index)))
+
+    def merge(self, state: State, other: State) -> None:
+        peak, total = state
+        new = torch.maximum(peak, other[0])
+        total.mul_(rescale(peak, new)).add_(other[1] * rescale(other[0], new))
+        peak.copy_(new)
+
+    def value(self, state: State, base: Base) -> Tensor:
+        peak, total = state
+        if base.included:
+            return torch.logaddexp(peak + total.log(), torch.full_like(peak, base.value))
+        return (peak + total.log()).masked_fill(total == 0, base.value)
+
+    def vjp(self, values: Tensor, index: Tensor, state: State, value: Tensor, grad: Tensor, base: Base) -> Tensor:
+        weights = (values - value.index_select(0, index)).exp().masked_fill(values == -inf, 0)
+        return grad.index_select(0, index) * weights
+
+    def whole(self, values: Tensor, index: Tensor, num_dst: int, base: Base) -> Tensor:
+        wide = values.to(accumulator_dtype(values.dtype))
+        start = wide.new_full((num_dst, *values.shape[1:]), base.value if base.included else -inf)
+        peak = start.scatter_reduce(0, expand_index(index, wide), wide.detach(), "amax")
+        peak = peak.masked_fill(peak.isinf(), 0)
+        total = (start - peak).exp().index_add(0, index, (wide - peak.index_select(0, index)).exp())
+        found = peak + total.masked_fill(total == 0, 1).log()  # without a gradient of log(0)
+        seen = expand_index(index.bincount(minlength=num_dst) > 0, found)
+        return found.masked_fill((total == 0) & seen, -inf).masked_fill((total == 0) & ~seen, base.value)
+
 
 REDUCERS: dict[str, Reducer] = {
     reducer.name: reducer
@@ -280,5 +361,6 @@ REDUCERS: dict[str, Reducer] = {
         FirstExtremum("min"),
         Prod(),
         EdgeMoments(),
+        LogSumExp(),
     )
 }
