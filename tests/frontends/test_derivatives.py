@@ -5,7 +5,10 @@ import torch
 
 pytest.importorskip("torch_geometric")
 
+from torch_geometric.nn import MessagePassing
+
 import shardpass as sp
+from shardpass.core.aggregation.weighted_sums import WeightedSum
 from shardpass.testing import assert_exact
 
 from . import hetero_cases
@@ -52,3 +55,31 @@ def test_models_of_typed_graphs(name, ranks, mode):
 @pytest.mark.parametrize("name", ["GCNConv weighted", "GATv2Conv", "PNAConv", "EdgeConv", "user's layer"])
 def test_third_order(name):
     check(CASES[name], GRAPH, sp.pyg.wrap, 3, "sar", order=3)
+
+
+class Weighted(MessagePassing):
+    """Sums of rows times weights of edges: one for all channels, one for each of two heads, or one for each channel."""
+
+    def __init__(self, heads):
+        super().__init__(node_dim=0)
+        self.heads, self.weigh, self.first = heads, torch.nn.Linear(3, heads), torch.nn.Linear(5, 4)
+
+    def forward(self, x, edge_index, edge_attr):
+        weight = self.weigh(edge_attr).tanh()
+        x = self.first(x).tanh().view(-1, self.heads, 4 // self.heads)
+        return self.propagate(edge_index, x=x, weight=weight).flatten(1)
+
+    def message(self, x_j, weight):
+        return weight.unsqueeze(-1) * x_j
+
+
+@pytest.mark.parametrize(("ranks", "mode"), [(1, "sar"), (3, "keep"), (4, "halo")])
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_weighted_sums(heads, ranks, mode, monkeypatch):
+    used = []
+    by = WeightedSum.by
+    monkeypatch.setattr(WeightedSum, "by", lambda self, *args: used.append(self) or by(self, *args))
+    case = lambda: Weighted(heads), lambda m, i, g: m(i["x"], g, i["edge_attr"])
+    for order in (2, 3):
+        check(case, GRAPH, sp.pyg.wrap, ranks, mode, order=order)
+    assert used
