@@ -40,9 +40,9 @@ class Expr:
 
     The leaves are `SOURCE`, `DESTINATION` and `EDGE` (name), ``reduced`` (number of the reduction), ``outside`` (id)
     and ``opaque`` (what identifies the tensor). The operations are those of `BINARY` and of `UNARY`, ``leaky_relu`` (x,
-    slope), ``clamp`` (x, low, high), ``sum`` and ``cosine`` (x, y) over the last dimension, ``gather`` of a row per
-    destination, ``detach``, ``dropout`` (x, p), ``cat`` along the last dimension, ``pick`` (x, place) of ``x[:,
-    place]``, and ``cast`` (x, dtype of x) to the dtype of the operation that uses it.
+    slope), ``clamp`` (x, low, high), ``sum`` over the last dimension, ``gather`` of a row per destination, ``detach``,
+    ``dropout`` (x, p), ``cat`` along the last dimension, ``pick`` (x, place) of ``x[:, place]``, and ``cast`` (x, dtype
+    of x) to the dtype of the operation that uses it.
     """
 
     op: str
@@ -91,7 +91,12 @@ def apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor,
     if name == "leaky_relu":
         slope = kwargs.get("negative_slope", args[1] if len(args) > 1 else 0.01)
         return Expr("leaky_relu", (known(first), float(slope)), tail) if _is_number(slope) else None
-    return _over_last(name, args, kwargs, out, known)
+    if name == "sum":
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        keep = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
+        last = dim in (-1, first.dim() - 1) or dim in ([-1], (-1,))
+        return Expr("sum", (known(first),), tail) if last and not keep and first.dim() > 1 else None
+    return None
 
 
 def _function(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
@@ -110,20 +115,6 @@ def _function(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
             return None
         return ("clamp", *(None if bound is None else float(bound) for bound in bounds))
     return (name,) if name in UNARY and not others and kwargs.keys() <= {"inplace"} else None
-
-
-def _over_last(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor, known: Known) -> Expr | None:
-    """A sum or a cosine over the last dimension, of more than one."""
-    first, others, tail = args[0], dict(zip(("dim", "keepdim"), args[1:])) | kwargs, tuple(out.shape[1:])
-    last = (-1, first.dim() - 1, [-1], (-1,)) if first.dim() > 1 else ()
-    if name == "sum":
-        return Expr("sum", (known(first),), tail) if others.get("dim") in last and not others.get("keepdim") else None
-    given = {"dim": 1, "eps": 1e-8} | dict(zip(("x2", "dim", "eps"), args[1:])) | kwargs
-    second = given.get("x2")
-    if name != "cosine_similarity" or not isinstance(second, Tensor) or given["dim"] not in last:
-        return None
-    is_alike = (first.shape, first.dtype) == (second.shape, second.dtype)
-    return Expr("cosine", (known(first), known(second)), tail) if is_alike and given["eps"] == 1e-8 else None
 
 
 def _is_number(value: Any) -> bool:

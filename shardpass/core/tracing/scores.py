@@ -12,7 +12,7 @@ from math import prod
 from typing import Any, ClassVar
 
 from torch import Tensor
-from torch.nn.functional import cosine_similarity, leaky_relu
+from torch.nn.functional import leaky_relu
 
 from shardpass.core.tracing.expression import DESTINATION, SOURCE, Expr, uncast
 
@@ -69,7 +69,10 @@ class DotScore(Score):
 
     @classmethod
     def of(cls, expr: Expr, heads: int, captures: Sequence[Tensor]) -> Score | None:
-        factor, expr = _scaled(expr)
+        factor = 1.0
+        if expr.op in ("div", "mul") and isinstance(expr.args[1], float):
+            factor = 1 / expr.args[1] if expr.op == "div" else expr.args[1]
+            expr = uncast(expr.args[0])
         if expr.op != "sum" or prod(expr.args[0].tail[:-1]) != heads:
             return None
         pair = _pair(uncast(expr.args[0]), "mul")
@@ -101,31 +104,7 @@ class MixedScore(Score):
         return (leaky_relu(left + right, self.number) * mix).sum(-1)
 
 
-class CosineScore(Score):
-    """``factor * cosine_similarity(destination[i], source[j])``, head by head."""
-
-    kind = "cosine"
-
-    @classmethod
-    def of(cls, expr: Expr, heads: int, captures: Sequence[Tensor]) -> Score | None:
-        factor, expr = _scaled(expr)
-        if expr.op != "cosine" or prod(expr.tail) != heads:
-            return None
-        pair = _pair(expr.shaped(expr.args[0].tail), "cosine")
-        return None if pair is None else cls(*pair, factor)
-
-    def formula(self, left: Tensor, right: Tensor, mix: Tensor | None) -> Tensor:
-        return self.number * cosine_similarity(left, right, -1)
-
-
-SCORES: tuple[type[Score], ...] = (AdditiveScore, DotScore, MixedScore, CosineScore)
-
-
-def _scaled(expr: Expr) -> tuple[float, Expr]:
-    """``(factor, x)`` of ``x * factor`` or ``x / number``."""
-    if expr.op not in ("div", "mul") or not isinstance(expr.args[1], float):
-        return 1.0, expr
-    return 1 / expr.args[1] if expr.op == "div" else expr.args[1], uncast(expr.args[0])
+SCORES: tuple[type[Score], ...] = (AdditiveScore, DotScore, MixedScore)
 
 
 def _slanted_sum(expr: Expr) -> tuple[str, str, float] | None:

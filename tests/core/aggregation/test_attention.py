@@ -16,7 +16,6 @@ from shardpass.core.ranks.random import dropout_factors
 from shardpass.core.sharding.shard import Block, build_shards, cut
 from shardpass.core.sharding.transposes import Transposes
 from shardpass.core.tracing import AdditiveScore, DotScore, MixedScore, Program
-from shardpass.core.tracing.scores import CosineScore
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
 
 NUM_DST, BLOCK_ROWS, HEADS, WIDTH = 50, 23, 3, 5
@@ -201,10 +200,6 @@ def weighted(weights, rows):
     return rows * weights.unsqueeze(-1)
 
 
-def cosine(rows, others):
-    return F.cosine_similarity(rows, others, dim=-1)
-
-
 MIX = numbers(1, 2, 4, seed=30).requires_grad_()
 
 
@@ -220,13 +215,6 @@ BODIES = {  # body; whether it is one attention, and with which closed form of t
     "edge term": (lambda i: weighted(softmax(score(i) + i.edge["w"].view(-1, 1), i), i.src["x"]), True, None),
     "dot": (lambda i: weighted(softmax((i.dst["y"] * i.src["x"]).sum(-1) / 2, i), i.src["x"]), True, DotScore),
     "dot, other value": (lambda i: weighted(softmax((i.src["x"] * i.dst["y"]).sum(-1), i), i.src["v"]), True, DotScore),
-    "cosine": (lambda i: weighted(softmax(cosine(i.dst["y"], i.src["x"]) * 3, i), i.src["x"]), True, CosineScore),
-    "cosine of sources": (lambda i: weighted(softmax(cosine(i.src["x"], i.src["x"]), i), i.src["x"]), True, None),
-    "cosine over heads": (
-        lambda i: weighted(softmax(F.cosine_similarity(i.src["x"], i.dst["y"]), i).mean(1, True), i.src["x"]),
-        False,
-        None,
-    ),
     "dot over all": (lambda i: softmax((i.src["x"] * i.dst["y"]).sum((1, 2)), i).view(-1, 1) * i.src["z"], True, None),
     "mixed": (lambda i: weighted(softmax(mixed(i), i), i.src["x"]), True, MixedScore),
     "mixed, then more": (lambda i: weighted(softmax(mixed(i).tanh(), i), i.src["x"]), True, None),
