@@ -306,51 +306,6 @@ class EdgeMoments(Reducer):
         raise InternalError("moments over the edges of all ranks are made of sums")
 
 
-class LogSumExp(Reducer):
-    """The logarithm of the sum of exponentials. It keeps the maximum, and the sum of exponentials measured from it.
-
-    The sum is at least 1 where there is a message, so that 0 tells a destination without one.
-    """
-
-    name = "logsumexp"
-
-    def init(self, num_dst: int, tail: Sequence[int], like: Tensor) -> State:
-        peak = like.new_full((num_dst, *tail), -inf, dtype=accumulator_dtype(like.dtype))
-        return [peak, torch.zeros_like(peak)]
-
-    def fill(self, state: State, values: Tensor, index: Tensor) -> None:
-        peak, total = state
-        values = values.to(peak.dtype)
-        peak.scatter_reduce_(0, expand_index(index, values), values, "amax")
-        total.index_add_(0, index, rescale(values, peak.index_select(0, index)))
-
-    def merge(self, state: State, other: State) -> None:
-        peak, total = state
-        new = torch.maximum(peak, other[0])
-        total.mul_(rescale(peak, new)).add_(other[1] * rescale(other[0], new))
-        peak.copy_(new)
-
-    def value(self, state: State, base: Base) -> Tensor:
-        peak, total = state
-        if base.included:
-            return torch.logaddexp(peak + total.log(), torch.full_like(peak, base.value))
-        return (peak + total.log()).masked_fill(total == 0, base.value)
-
-    def vjp(self, values: Tensor, index: Tensor, state: State, value: Tensor, grad: Tensor, base: Base) -> Tensor:
-        weights = (values - value.index_select(0, index)).exp().masked_fill(values == -inf, 0)
-        return grad.index_select(0, index) * weights
-
-    def whole(self, values: Tensor, index: Tensor, num_dst: int, base: Base) -> Tensor:
-        wide = values.to(accumulator_dtype(values.dtype))
-        start = wide.new_full((num_dst, *values.shape[1:]), base.value if base.included else -inf)
-        peak = start.scatter_reduce(0, expand_index(index, wide), wide.detach(), "amax")
-        peak = peak.masked_fill(peak.isinf(), 0)
-        total = (start - peak).exp().index_add(0, index, (wide - peak.index_select(0, index)).exp())
-        found = peak + total.masked_fill(total == 0, 1).log()  # without a gradient of log(0)
-        seen = expand_index(index.bincount(minlength=num_dst) > 0, found)
-        return found.masked_fill((total == 0) & seen, -inf).masked_fill((total == 0) & ~seen, base.value)
-
-
 REDUCERS: dict[str, Reducer] = {
     reducer.name: reducer
     for reducer in (
@@ -361,6 +316,5 @@ REDUCERS: dict[str, Reducer] = {
         FirstExtremum("min"),
         Prod(),
         EdgeMoments(),
-        LogSumExp(),
     )
 }
