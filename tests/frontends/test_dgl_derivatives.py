@@ -9,14 +9,25 @@ import dgl
 import dgl.nn as dnn
 
 import shardpass as sp
+from shardpass.errors import RefusedError
 from shardpass.testing import assert_exact
 
 from .dgl_cases import CONVS, graph_of
 from .dgl_parity import caller
 from .how_much import MODES, each_way, owners_of
 
+
+@pytest.fixture(autouse=True)
+def double():
+    """Some layers make weights of the default dtype."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 _SOFTMAX = ("GATConv", "GATv2Conv", "DotGatConv", "AGNNConv", "EdgeGAT", "Sequential")
 ATTENTION = {name for name in CONVS if name.startswith(_SOFTMAX)}
+BY_DGL = {name for name in CONVS if name.startswith(("EGATConv", "HGTConv"))}  # they call the function of DGL
 NOT_TWICE = {  # in DGL: a slope of infinity, labels without gradients, memory that backward frees
     "TWIRLSUnfoldingAndAttention plain", "EGNNConv", "EGNNConv edges", "LabelPropagation", "LabelPropagation reset",
     "LabelPropagation multi-label", "GroupRevRes", "GroupRevRes edges",
@@ -28,8 +39,20 @@ DEFAULT = {
 assert {*CONVS} >= DEFAULT
 
 
-@pytest.mark.parametrize(("name", "ranks", "mode"), each_way(sorted({*CONVS} - ATTENTION - NOT_TWICE), DEFAULT))
+@pytest.mark.parametrize(
+    ("name", "ranks", "mode"), each_way(sorted({*CONVS} - ATTENTION - BY_DGL - NOT_TWICE), DEFAULT)
+)
 def test_layers_are_those_of_dgl(name, ranks, mode):
+    check(name, ranks, mode)
+
+
+@pytest.mark.parametrize("name", sorted(BY_DGL))
+def test_a_softmax_by_dgl_is_refused(name):
+    with pytest.raises(RefusedError, match="DGL's edge_softmax is wrong where its backward is differentiated"):
+        check(name, 3, "sar")
+
+
+def check(name, ranks, mode):
     make, call = CONVS[name][:2]
     graph = graph_of(name)
     torch.manual_seed(0)
