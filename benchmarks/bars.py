@@ -93,8 +93,8 @@ def _in_memory(records: list[Record]) -> Iterator[tuple[str, bool]]:
     for graph, model in (("50k30", "sage"), ("50k30", "gat"), ("20k150", "gat")):
         given, loaded = (pick(records, graph=graph, model=model, ranks=1, in_memory=way) for way in (True, False))
         if given and loaded:
-            for name, of, unit in (("CPU s", cpu, "s"), ("memory", heap, "MB")):
-                text = f"{model.upper()} {graph} by sp.shard, one rank: {of(given):.2f} {unit} of {name}, from a store "
+            for unit, of in (("CPU s", cpu), ("MB", heap)):
+                text = f"{model.upper()} {graph} by sp.shard, one rank: {of(given):.2f} {unit}, from a store "
                 yield f"{text}{of(loaded):.2f}. At most 1.03 times:", of(given) <= 1.03 * of(loaded)
 
 

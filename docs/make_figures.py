@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent / "figures"
-MEASURED = Path(__file__).parents[1] / "benchmarks" / "reports" / "bars-2026-11-22.json"
+MEASURED = Path(__file__).parents[1] / "benchmarks" / "reports" / "bars-2026-11-28.json"
 FONT = "font-family='Helvetica, Arial, sans-serif'"
 WIDTH, SMALL = 520, 16
 COLOURS = {
