@@ -9,6 +9,7 @@ import torch
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 from torch_geometric.nn.models.schnet import CFConv, InteractionBlock
+from torch_geometric.nn.models.visnet import EdgeEmbedding, ViS_MP, ViS_MP_Vertex
 from torch_geometric.utils import scatter
 
 import shardpass as sp
@@ -201,6 +202,23 @@ def _infomax(model, inputs, graph):
     return positive + negative * 2 + summary * 3
 
 
+class Visnet(nn.Module):
+    """Two of ViSNet's layers. The second returns no edges."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.first, self.of_edges = nn.Linear(5, 8), EdgeEmbedding(3, 8)
+        self.layers = nn.ModuleList([kind(2, 8, 5.0, None, False, last) for last in (False, True)])
+
+    def forward(self, x: Tensor, edge_index: Any, length: Tensor, edge_attr: Tensor) -> Tensor:
+        x, direction = self.first(x), edge_attr / 3
+        edges, vec = self.of_edges(edge_index, edge_attr, x), x.unsqueeze(1) * x.new_tensor([[1], [2], [-1]])
+        for layer in self.layers:
+            dx, dvec, dedges = layer(x, vec, edge_index, length, edges, direction)
+            x, vec, edges = x + dx, vec + dvec, edges if dedges is None else edges + dedges
+        return x + vec.sum(1)
+
+
 MORE_MODELS: dict[str, Case] = {
     "MLP": (lambda: gnn.MLP([5, 8, 3]), _rows),
     "MLP with GraphNorm": (lambda: gnn.MLP([5, 8, 3], norm="graph_norm", act="gelu"), _rows),
@@ -251,5 +269,7 @@ MORE_MODELS: dict[str, Case] = {
         lambda: InteractionBlock(5, 3, 6, 2.0),
         lambda m, i, g: m(i["x"], g, i["edge_weight"], i["edge_attr"]),
     ),
+    "ViS_MP": (lambda: Visnet(ViS_MP), lambda m, i, g: m(i["x"], g, i["edge_weight"], i["edge_attr"])),
+    "ViS_MP_Vertex": (lambda: Visnet(ViS_MP_Vertex), lambda m, i, g: m(i["x"], g, i["edge_weight"], i["edge_attr"])),
     "CFConv": (lambda: CFConv(5, 6, 4, mlp(3, 4), 2.0), lambda m, i, g: m(i["x"], g, i["edge_weight"], i["edge_attr"])),
 }  # fmt: skip

@@ -36,16 +36,41 @@ class Drawn(Twice):
         return x_j.square() * torch.rand_like(x_j)
 
 
-class OfWeight(gnn.MessagePassing):
-    def __init__(self):
+class OfWeight(Twice):
+    def __init__(self, rows=5):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(5, 5))
-
-    def forward(self, x, edge_index):
-        return self.propagate(edge_index, x=x)
+        self.weight = torch.nn.Parameter(torch.ones(rows, 5))
 
     def message(self, x_j):
-        return x_j @ F.dropout(self.weight, 0.5)
+        return x_j @ F.dropout(self.weight, 0.5)[:5]
+
+
+class OfNodes(Twice):
+    """Dropout in the node function."""
+
+    def message(self, x_j):
+        return x_j
+
+    def aggregate(self, inputs, index, dim_size=None):
+        return F.dropout(super().aggregate(inputs, index, dim_size=dim_size), 0.5)
+
+
+class Masked(Twice):
+    """A mask of edges, divided by how many edges of a node are left."""
+
+    def message(self, x_j, index, size_i):
+        mask = F.dropout(x_j.new_ones(x_j.size(0), 1), 0.4)
+        left = mask.new_zeros(size_i, 1).index_add(0, index, mask).clamp(min=1e-9)
+        return mask / left[index]
+
+
+class Dropped(Twice):
+    def __init__(self, drop):
+        super().__init__()
+        self.drop = drop
+
+    def message(self, x_j):
+        return self.drop(x_j * 1)
 
 
 def slopes(model, x, graph):
@@ -99,12 +124,72 @@ def test_all_passes_drop_the_same_entries(comm, mode):
 def test_other_random_numbers_inside_a_message_are_refused(comm):
     graph = share(GRAPH, comm)
     x = graph.x.clone().requires_grad_()
-    with pytest.raises(RefusedError, match=r"random numbers inside message\(\), other than those of dropout"):
+    with pytest.raises(RefusedError, match=r"random numbers inside message\(\), other than those of F.dropout"):
         slopes(sp.pyg.wrap(Drawn().double(), comm), x, graph)
 
 
+@pytest.mark.parametrize("rows", [5, 16])  # as many as a probe has edges
 @on_ranks(2)
-def test_dropout_of_a_weight_inside_a_message_is_refused(comm):
+def test_dropout_of_more_weights_is_refused_before_rows_travel(comm, rows):
     graph = share(GRAPH, comm)
-    with pytest.raises(RefusedError, match=r"shape \[5, 5\], which has no row per edge"):
-        sp.pyg.wrap(OfWeight().double(), comm)(graph.x, graph)
+    sent = comm.bytes_sent
+    with pytest.raises(RefusedError, match="dropout inside a message of a tensor of shape"):
+        sp.pyg.wrap(OfWeight(rows).double(), comm)(graph.x, graph)
+    assert comm.bytes_sent - sent < 1000
+
+
+@on_ranks(1, 3)
+def test_dropout_in_the_node_function(comm):
+    graph = share(GRAPH, comm)
+    model = sp.pyg.wrap(OfNodes().double(), comm)
+    out = plain_of(model(graph.x, graph).detach())
+    whole = plain_of(model.eval()(graph.x, graph).detach())
+    assert ((out == 0) | ((out - 2 * whole).abs() < 1e-12)).all()
+
+
+@on_ranks(1, 3)
+def test_a_dropped_constant_is_drawn(comm):
+    graph = share(GRAPH, comm)
+    out = plain_of(sp.pyg.wrap(Masked().double(), comm)(graph.x, graph).detach())
+    assert ((out.abs() < 1e-12) | ((out - 1).abs() < 1e-12)).all(), "the mask adds up to 1, unless all is dropped"
+    assert sp.all_reduce_sum(out.sum(), comm) > 0
+
+
+@pytest.mark.parametrize(
+    ("drop", "least"),
+    [
+        (lambda x: torch.dropout(x, p=0.5, train=True), 0),
+        (lambda x: torch.dropout(x, 0.5, False), None),
+        (lambda x: F.dropout(x, 1.0), 0),
+        (lambda x: F.dropout(x, 0.5, inplace=True), 0),
+    ],
+)
+@on_ranks(2)
+def test_ways_to_write_it(comm, drop, least):
+    graph = share(GRAPH, comm)
+    x = torch.ones_like(graph.x)
+    out = plain_of(sp.pyg.wrap(Dropped(drop).double(), comm)(x, graph).detach())
+    degrees = plain_of(sp.pyg.wrap(Dropped(lambda x: x).double(), comm)(x, graph).detach())
+    assert (out == degrees).all() if least is None else (out.frac() == 0).all() and not torch.equal(out, degrees)
+
+
+@on_ranks(2)
+def test_a_probability_that_is_none(comm):
+    graph = share(GRAPH, comm)
+    with pytest.raises(ValueError, match="dropout probability has to be between 0 and 1"):
+        sp.pyg.wrap(Dropped(lambda x: F.dropout(x, 1.5)).double(), comm)(graph.x, graph)
+
+
+@pytest.mark.parametrize("owners", ["random", "empty part"])
+@pytest.mark.parametrize("name", LAYERS)
+@on_ranks(3)
+def test_kernels_and_messages_drop_the_same_entries(comm, name, owners):
+    """Backward goes by kernels, and with create_graph=True by the message function."""
+    graph = share(GRAPH, comm, owners, chunk_bytes=600)
+    with sp.seed(0, comm):
+        layer = LAYERS[name]()
+    model, x = sp.pyg.wrap(layer.double(), comm), graph.x.clone().requires_grad_()
+    loss = model(x, graph).square().sum()
+    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (again,) = torch.autograd.grad(loss, x, create_graph=True)
+    torch.testing.assert_close(plain_of(again.detach()), plain_of(first), rtol=1e-11, atol=1e-11)

@@ -361,7 +361,7 @@ def _length(window: slice) -> int:
 def _refuse(call: Call) -> None:
     if call.structure.random:
         raise RefusedError(
-            f"{call.program.name}: random numbers inside message(), other than those of dropout, cannot be drawn "
+            f"{call.program.name}: random numbers inside message(), other than those of F.dropout, cannot be drawn "
             f"again in a backward with create_graph=True. Draw them before the layer is called, and pass them as edge "
             f"data"
         )

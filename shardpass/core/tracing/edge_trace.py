@@ -242,20 +242,35 @@ class EdgeTrace(TorchFunctionMode):
             )
 
     def _dropout(
-        self, drops: Drops, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+        self,
+        drops: Drops,
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+        train: bool = True,
     ) -> Tensor:
-        """`torch.nn.functional.dropout` of rows of edges."""
-        if not training or p == 0:
+        """`torch.nn.functional.dropout`, or `torch.dropout`, of rows of edges."""
+        if not 0 <= p <= 1:
+            raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+        if not training or not train or p == 0:
             return input
-        if input.dim() == 0 or input.size(0) != self._index.size(0):
-            raise RefusedError(
-                f"{self.name}: {user_line()}: dropout inside a message of a tensor of shape {list(input.shape)}, which "
-                f"has no row per edge ({self._index.size(0)} here): each piece of the edges would drop other entries. "
-                f"Drop them before the layer is called"
-            )
+        self._check_dropped(input)
         number, self.num_drops = self.num_drops, self.num_drops + 1
         factors = drops(number, input.detach(), p).view(input.shape)
         return input.mul_(factors) if inplace else input * factors
+
+    def _check_dropped(self, rows: Tensor) -> None:
+        """Refuse dropout of what has no row per edge: which entries it drops is drawn by edge."""
+        if rows.dim() == 0 or rows.size(0) != self._index.size(0):
+            raise self._no_rows_to_drop(rows)
+
+    def _no_rows_to_drop(self, rows: Tensor) -> RefusedError:
+        return RefusedError(
+            f"{self.name}: {user_line()}: dropout inside a message of a tensor of shape {list(rows.shape)}. Which "
+            f"entries are dropped is drawn by edge, so expected a row per edge, [num_edges, ...]. Drop entries of a "
+            f"weight or of rows of nodes before the layer is called, and move the dimension of the edges to the front"
+        )
 
     def _check_expected(self, operands: list[Tensor]) -> None:
         assert self._expected is not None

@@ -177,6 +177,12 @@ class ProbeTrace(EdgeTrace):
             self._follow(name, args, kwargs, out, operands)
         return out
 
+    def _check_dropped(self, rows: Tensor) -> None:
+        # What does not depend on rows, such as a weight, may have as many rows as there are edges here. The node
+        # function, which has rows of nodes, runs here too.
+        if self.origin(rows) == {OUTSIDE}:
+            raise self._no_rows_to_drop(rows)
+
     def _note_linear_map(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         args = (*args, *kwargs.values()) if list(kwargs) in ([], ["bias"]) else ()
         if len(args) < 2 or not all(isinstance(arg, Tensor) for arg in args if arg is not None):

@@ -173,6 +173,8 @@ def _structure(program: Program, traced: _Traced, needs_grad: Collection[Key], r
     for k, seen in enumerate(trace.seen):
         differentiable = _differentiable(trace, seen.messages, with_gradient)
         reductions.append(_reduction(program, trace, reductions, seen, differentiable))
+        if reductions[-1].form == "ones" and (random or trace.num_drops):
+            reductions[-1] = replace(reductions[-1], form="general")  # the ones may be drawn
         if differentiable:
             with_gradient.add(k)
     reductions = _closed(reductions, program)

@@ -211,7 +211,7 @@ class FirstExtremum(Reducer):
         self.accumulate(state, known, index)
         value = self.value(state, base)
         won = (known == value.index_select(0, index)).all(-1)
-        best = REDUCERS["sum"].whole(values[..., 0] * won, index, num_dst, Base())
+        best = REDUCERS["sum"].whole(torch.where(won, values[..., 0], 0), index, num_dst, Base())
         return torch.stack([torch.where(value[..., 1].isinf(), value[..., 0], best), value[..., 1]], dim=-1)
 
 

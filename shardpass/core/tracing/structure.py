@@ -94,7 +94,7 @@ class Structure:
         edge_tail, edge_dtype: of the message if it is the result, else None.
         edge_depth, edge_sources, edge_differentiable: as in `Reduction`, for an edge result.
         captures: tensors that require grad, were made outside the message function, and are used in it.
-        drops: the message function uses dropout, for which every piece of edges has its own generator.
+        drops: the message function uses dropout, which draws by the place of an edge.
         random: the message function draws other random numbers.
         norms: batch norms in the message function, by the number of their reduction.
         message: what the message function returned for the few edges, detached.

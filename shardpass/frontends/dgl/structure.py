@@ -82,7 +82,8 @@ def _refuse_twice(grad: Tensor) -> None:
         raise RefusedError(
             "DGL's edge_softmax is wrong where its backward is differentiated (create_graph=True). Divide the "
             "exponentials of the scores by their sums, with update_all(fn.copy_e(...), fn.sum(...)) and apply_edges("
-            "fn.e_div_v(...)); GATConv, GATv2Conv, DotGatConv and AGNNConv are differentiated any number of times"
+            "fn.e_div_v(...)). Where GATConv, GATv2Conv, DotGatConv and AGNNConv of dgl.nn are fused, they are "
+            "differentiated any number of times: without get_attention=True and Options(fuse_attention=False)"
         )
 
 

@@ -14,13 +14,15 @@ EXACT = frozenset(
     "MLP BasicGNN GCN GraphSAGE GIN GAT PNA EdgeCNN JumpingKnowledge HeteroJumpingKnowledge DeepGCNLayer MetaLayer "
     "AttentiveFP GATEConv NeuralFingerprint LabelPropagation CorrectAndSmooth PMLP RECT_L MaskLabel SignedGCN "
     "LightGCN InnerProductDecoder GAE VGAE ARGA ARGVA ARLinkPredictor InvertibleModule GroupAddRev SGFormer "
-    "SGModule GraphModule DeepGraphInfomax Polynormer GPSENodeEncoder CFConv InteractionBlock".split()
+    "SGModule GraphModule DeepGraphInfomax Polynormer GPSENodeEncoder CFConv InteractionBlock ViS_MP ViS_MP_Vertex "
+    "EdgeEmbedding".split()
 )
 """Exact: built of layers that are, or given what they lack by `wrap`."""
 
 ROW_WISE = frozenset(
     "Envelope BesselBasisLayer ResidualLayer GaussianFilter GaussianSmearing ShiftedSoftplus CosineCutoff "
-    "ExpNormalSmearing TimeEncoder IdentityMessage Sphere Linear".split()
+    "ExpNormalSmearing TimeEncoder IdentityMessage Sphere Linear VecLayerNorm GatedEquivariantBlock EquivariantScalar "
+    "Atomref".split()
 )
 """Parts of models: each row of the output depends on that row of the input."""
 
@@ -43,10 +45,13 @@ _TABLE = (
 _GROUPS = (
     (
         "SchNet RadiusInteractionGraph DimeNet DimeNetPlusPlus SphericalBasisLayer EmbeddingBlock "
-        "InteractionPPBlock OutputBlock OutputPPBlock GNNFF NodeBlock EdgeBlock ViSNet ViSNetBlock ViS_MP "
-        "ViS_MP_Vertex NeighborEmbedding EdgeEmbedding VecLayerNorm Distance GatedEquivariantBlock EquivariantScalar "
-        "Atomref",
+        "InteractionPPBlock OutputBlock OutputPPBlock GNNFF NodeBlock EdgeBlock ViSNet ViSNetBlock Distance",
         _POSITIONS,
+    ),
+    (
+        "NeighborEmbedding",
+        "it goes another way where no edge is a self-loop, which each rank would judge by its own edges; remove "
+        "self-loops before partitioning and write its message as a MessagePassing class of your own",
     ),
     ("TGNMemory LastAggregator MeanAggregator RENet NodeEncoder LinkEncoder _MLPMixer", _TEMPORAL),
     ("Node2Vec MetaPath2Vec", _WALKS),

@@ -99,6 +99,19 @@ def test_the_whole_reduction_at_once_is_the_same(name, drawn, base):
 
 
 @pytest.mark.parametrize("name", ["max", "min"])
+def test_the_first_extremum_at_once_is_the_same(name):
+    draw = torch.Generator().manual_seed(0)
+    values = torch.randint(-2, 2, (20,), generator=draw).double()
+    values[::5] = -math.inf
+    pairs, index = torch.stack([values, torch.arange(20.0).double()], -1), torch.randint(3, (20,), generator=draw)
+    reducer = REDUCERS[f"first_{name}"]
+    state = reducer.init(NUM_DST, pairs.shape[1:], pairs)
+    reducer.accumulate(state, pairs, index)
+    whole = reducer.whole(pairs, index, NUM_DST, Base())
+    torch.testing.assert_close(whole, reducer.value(state, Base()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["max", "min"])
 def test_ties_share_evenly_and_the_base_is_one_more(name):
     values = torch.tensor([[1.0], [1.0], [0.0], [0.0], [0.0]], dtype=torch.float64)
     index = torch.tensor([0, 0, 1, 1, 1])
