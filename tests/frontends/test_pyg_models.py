@@ -216,7 +216,7 @@ def test_calls_that_would_be_wrong_are_refused_by_name(comm, name):
 RIGHT_AS_THEY_ARE = set(
     "reset_parameters init_conv message message_and_aggregate edge_update reparametrize "
     "ratio_mask num_groups vector_rejection ARGVA.kl_loss BasicGNN.forward ARLinkPredictor.encode "
-    "DeepGraphInfomax.discriminate".split()
+    "DeepGraphInfomax.discriminate ViS_MP.aggregate".split()
 )
 """Methods that set up a model, are called by it, or compute with single rows."""
 
