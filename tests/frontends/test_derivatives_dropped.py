@@ -52,7 +52,7 @@ class OfNodes(Twice):
         return x_j
 
     def aggregate(self, inputs, index, dim_size=None):
-        return F.dropout(super().aggregate(inputs, index, dim_size=dim_size), 0.5)
+        return F.dropout(super().aggregate(inputs, index, dim_size=dim_size), 0.5, self.training)
 
 
 class Masked(Twice):
