@@ -13,7 +13,7 @@ from shardpass.testing import assert_exact
 
 from . import hetero_cases
 from .conv_cases import CONVS
-from .how_much import MODES, each_way, owners_of
+from .how_much import MODES, each_way, one_each, owners_of
 from .model_cases import MORE_MODELS
 from .pyg_cases import GRAPH, MODELS
 
@@ -73,10 +73,9 @@ class Weighted(MessagePassing):
         return weight.unsqueeze(-1) * x_j
 
 
-@pytest.mark.parametrize(("ranks", "mode"), [(1, "sar"), (3, "keep"), (4, "halo")])
-@pytest.mark.parametrize("heads", [1, 2, 4])
-def test_weighted_sums(heads, ranks, mode, monkeypatch):
-    used = []
+@pytest.mark.parametrize(("heads", "way"), one_each([1, 2, 4], [(3, "keep"), (4, "halo"), (1, "sar")]))
+def test_weighted_sums(heads, way, monkeypatch):
+    used, (ranks, mode) = [], way
     by = WeightedSum.by
     monkeypatch.setattr(WeightedSum, "by", lambda self, *args: used.append(self) or by(self, *args))
     case = lambda: Weighted(heads), lambda m, i, g: m(i["x"], g, i["edge_attr"])

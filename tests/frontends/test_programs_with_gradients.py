@@ -19,6 +19,8 @@ from torch_geometric.nn.models.visnet import (
 import shardpass as sp
 from tests.frontends import force_models as models
 
+from .how_much import one_each
+
 DATA = models.structures()
 
 
@@ -212,9 +214,13 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize(("ranks", "mode"), [(1, "sar"), (3, "keep"), (4, "halo")])
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_program(program, ranks, mode):
+BY_NAME = {program.__name__: program for program in PROGRAMS}
+
+
+@pytest.mark.parametrize(("name", "way"), one_each(BY_NAME, [(3, "keep"), (4, "halo"), (1, "sar")]))
+def test_program(name, way):
+    program, (ranks, mode) = BY_NAME[name], way
+
     def made():
         torch.manual_seed(0)
         return PROGRAMS[program]().double()
