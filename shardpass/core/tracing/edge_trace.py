@@ -182,7 +182,7 @@ class EdgeTrace(TorchFunctionMode):
         """Carry out one intercepted call."""
         self._check_repeatable(name, args, kwargs)
         if name == "dropout" and self._drops is not None:
-            return self._dropout(self._drops, *args, **kwargs)
+            return self._dropout(*args, **kwargs)
         if not any(self.is_index(operand) for operand in operands):
             return func(*args, **kwargs)
         first = args[0] if args else None
@@ -242,35 +242,26 @@ class EdgeTrace(TorchFunctionMode):
             )
 
     def _dropout(
-        self,
-        drops: Drops,
-        input: Tensor,
-        p: float = 0.5,
-        training: bool = True,
-        inplace: bool = False,
-        train: bool = True,
+        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
     ) -> Tensor:
         """`torch.nn.functional.dropout`, or `torch.dropout`, of rows of edges."""
         if not 0 <= p <= 1:
             raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
         if not training or not train or p == 0:
             return input
-        self._check_dropped(input)
+        if not self._is_dropped_by_edge(input):
+            raise RefusedError(
+                f"{self.name}: {user_line()}: dropout inside a message of a tensor of shape {list(input.shape)}. Which "
+                f"entries are dropped is drawn by edge, so expected a row per edge, [num_edges, ...]. Drop entries of "
+                f"a weight or of rows of nodes before the layer is called, and move the dimension of edges to the front"
+            )
+        assert self._drops is not None
         number, self.num_drops = self.num_drops, self.num_drops + 1
-        factors = drops(number, input.detach(), p).view(input.shape)
+        factors = self._drops(number, input.detach(), p).view(input.shape)
         return input.mul_(factors) if inplace else input * factors
 
-    def _check_dropped(self, rows: Tensor) -> None:
-        """Refuse dropout of what has no row per edge: which entries it drops is drawn by edge."""
-        if rows.dim() == 0 or rows.size(0) != self._index.size(0):
-            raise self._no_rows_to_drop(rows)
-
-    def _no_rows_to_drop(self, rows: Tensor) -> RefusedError:
-        return RefusedError(
-            f"{self.name}: {user_line()}: dropout inside a message of a tensor of shape {list(rows.shape)}. Which "
-            f"entries are dropped is drawn by edge, so expected a row per edge, [num_edges, ...]. Drop entries of a "
-            f"weight or of rows of nodes before the layer is called, and move the dimension of the edges to the front"
-        )
+    def _is_dropped_by_edge(self, rows: Tensor) -> bool:
+        return rows.dim() > 0 and rows.size(0) == self._index.size(0)
 
     def _check_expected(self, operands: list[Tensor]) -> None:
         assert self._expected is not None

@@ -177,11 +177,9 @@ class ProbeTrace(EdgeTrace):
             self._follow(name, args, kwargs, out, operands)
         return out
 
-    def _check_dropped(self, rows: Tensor) -> None:
-        # What does not depend on rows, such as a weight, may have as many rows as there are edges here. The node
-        # function, which has rows of nodes, runs here too.
-        if self.origin(rows) == {OUTSIDE}:
-            raise self._no_rows_to_drop(rows)
+    def _is_dropped_by_edge(self, rows: Tensor) -> bool:
+        # A weight may have as many rows as there are edges here. The node function, with rows of nodes, runs here too.
+        return self.origin(rows) != {OUTSIDE}
 
     def _note_linear_map(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         args = (*args, *kwargs.values()) if list(kwargs) in ([], ["bias"]) else ()
