@@ -131,11 +131,11 @@ def test_other_random_numbers_inside_a_message_are_refused(comm):
 @pytest.mark.parametrize("rows", [5, 16])  # as many as a probe has edges
 @on_ranks(2)
 def test_dropout_of_more_weights_is_refused_before_rows_travel(comm, rows):
-    graph = share(GRAPH, comm)
+    graph = share(GRAPH, comm, share_memory=False)
     sent = comm.bytes_sent
     with pytest.raises(RefusedError, match="dropout inside a message of a tensor of shape"):
         sp.pyg.wrap(OfWeight(rows).double(), comm)(graph.x, graph)
-    assert comm.bytes_sent - sent < 1000
+    assert comm.bytes_sent - sent < graph.edge_index.plan.schedule.counts[comm.rank][1 - comm.rank] * 5 * 8
 
 
 @on_ranks(1, 3)
@@ -156,21 +156,21 @@ def test_a_dropped_constant_is_drawn(comm):
 
 
 @pytest.mark.parametrize(
-    ("drop", "least"),
+    ("drop", "some"),
     [
-        (lambda x: torch.dropout(x, p=0.5, train=True), 0),
-        (lambda x: torch.dropout(x, 0.5, False), None),
-        (lambda x: F.dropout(x, 1.0), 0),
-        (lambda x: F.dropout(x, 0.5, inplace=True), 0),
+        (lambda x: torch.dropout(x, p=0.5, train=True), True),
+        (lambda x: torch.dropout(x, 0.5, False), False),
+        (lambda x: F.dropout(x, 1.0), True),
+        (lambda x: F.dropout(x, 0.5, inplace=True), True),
     ],
 )
 @on_ranks(2)
-def test_ways_to_write_it(comm, drop, least):
+def test_ways_to_write_it(comm, drop, some):
     graph = share(GRAPH, comm)
     x = torch.ones_like(graph.x)
     out = plain_of(sp.pyg.wrap(Dropped(drop).double(), comm)(x, graph).detach())
     degrees = plain_of(sp.pyg.wrap(Dropped(lambda x: x).double(), comm)(x, graph).detach())
-    assert (out == degrees).all() if least is None else (out.frac() == 0).all() and not torch.equal(out, degrees)
+    assert (out.frac() == 0).all() and torch.equal(out, degrees) != some
 
 
 @on_ranks(2)

@@ -21,11 +21,7 @@ DATA = models.structures()
 ALONE = torch.tensor([2, 3, *[0, 1] * 19])  # rank 4 has no nodes, and ranks 2 and 3 have one each
 
 
-@pytest.fixture(autouse=True)
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("doubles")
 
 
 class Rows(nn.Module):

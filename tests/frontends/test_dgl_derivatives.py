@@ -16,15 +16,7 @@ from .dgl_cases import CONVS, graph_of
 from .dgl_parity import caller
 from .how_much import MODES, each_way, owners_of
 
-
-@pytest.fixture(autouse=True)
-def double():
-    """Some layers make weights of the default dtype."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
+pytestmark = pytest.mark.usefixtures("doubles")
 _SOFTMAX = ("GATConv", "GATv2Conv", "DotGatConv", "AGNNConv", "EdgeGAT", "Sequential")
 ATTENTION = {name for name in CONVS if name.startswith(_SOFTMAX)}
 BY_DGL = {name for name in CONVS if name.startswith(("EGATConv", "HGTConv"))}  # they call the function of DGL

@@ -19,11 +19,7 @@ ROWS = ("energies", "forces")
 RANKS_AND_MODES = [(1, "sar"), (3, "sar"), (3, "halo"), (4, "keep")]
 
 
-@pytest.fixture(autouse=True)
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("doubles")
 
 
 def made(kind) -> nn.Module:

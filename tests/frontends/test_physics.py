@@ -30,11 +30,7 @@ def mesh_net():
     del sys.modules[spec.name]
 
 
-@pytest.fixture(autouse=True)
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("doubles")
 
 
 def atoms() -> Data:

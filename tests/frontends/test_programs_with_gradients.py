@@ -8,27 +8,18 @@ from torch import nn
 pytest.importorskip("torch_geometric")
 
 from torch_geometric.nn import GATv2Conv, GCNConv, GINConv, SAGEConv
-from torch_geometric.nn.models.visnet import (
-    Atomref,
-    EdgeEmbedding,
-    ExpNormalSmearing,
-    ViS_MP,
-    ViS_MP_Vertex,
-)
+from torch_geometric.nn.models.visnet import ViS_MP, ViS_MP_Vertex
 
 import shardpass as sp
 from tests.frontends import force_models as models
 
 from .how_much import one_each
+from .model_cases import Visnet
 
 DATA = models.structures()
 
 
-@pytest.fixture(autouse=True)
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("doubles")
 
 
 class Net(nn.Module):
@@ -161,29 +152,18 @@ def attacked_edges(model, graph):
     return found, loss + found.square().sum()
 
 
-class Visnet(nn.Module):
-    """ViSNet's layers, of edges that are known. In the last one edges have no vectors."""
+class Potential(Visnet):
+    """Energies by ViSNet's layers, of edges that are known."""
 
     def __init__(self, kind=ViS_MP):
-        super().__init__()
-        self.layers = nn.ModuleList([kind(2, 8, 5.0, None, False), kind(2, 8, 5.0, None, False, True)])
-        self.start, self.smear = nn.Embedding(6, 8), ExpNormalSmearing(5.0, 6)
-        self.of_edges = EdgeEmbedding(6, 8)
-        self.of_kinds = Atomref(None, 6)
+        super().__init__(kind)
+        self.kinds = nn.Embedding(6, 5)
 
     def forward(self, pos, edge_index, z):
         src, dst = edge_index
         span = pos[src] - pos[dst]
         length = span.norm(dim=1)
-        smeared, direction = self.smear(length), span / length.unsqueeze(1)
-        x = self.start(z)
-        edges = self.of_edges(edge_index, smeared, x)
-        vec = x.new_zeros(x.size(0), 3, 8)
-        for layer in self.layers:
-            dx, dvec, dedges = layer(x, vec, edge_index, length, edges, direction)
-            x, vec, edges = x + dx, vec + dvec, edges if dedges is None else edges + dedges
-        energies = x.sum(1, keepdim=True) + vec.square().sum((1, 2)).unsqueeze(1)
-        return self.of_kinds(energies, z).squeeze(1)
+        return super().forward(self.kinds(z), edge_index, length, 3 * span / length.unsqueeze(1)).square().sum(1)
 
 
 def visnet(model, graph):
@@ -209,8 +189,8 @@ PROGRAMS = {
     divergence: net(GATv2Conv, GATv2Conv),
     energy_based: net(SAGEConv, gin),
     attacked_edges: Net,
-    visnet: Visnet,
-    visnet_by_vertices: lambda: Visnet(ViS_MP_Vertex),
+    visnet: Potential,
+    visnet_by_vertices: lambda: Potential(ViS_MP_Vertex),
 }
 
 

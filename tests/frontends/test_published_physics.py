@@ -11,7 +11,7 @@ from torch_geometric.data import Data, HeteroData
 
 import shardpass as sp
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("doubles")]
 RANKS = [1, 3, 4]
 ROWS = ("positions", "node_attrs", "shifts", "unit_shifts", "batch")
 """What MACE reads of each atom and of each edge."""
@@ -20,13 +20,6 @@ ELEMENTS = [1, 8, 14]
 
 def package(name):
     return pytest.importorskip(name, reason=f"{name} is not installed; CONTRIBUTING.md says how to")
-
-
-@pytest.fixture(autouse=True)
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture(scope="module")
