@@ -53,6 +53,8 @@ _ADDS_ROWS_INTO = frozenset("index_add_ scatter_add_ scatter_reduce_ index_reduc
 _LOOKS_UP = frozenset("__getitem__ index_select gather embedding take_along_dim".split())
 _TAKES_DTYPE = frozenset(["to", "type_as"])
 _SHOWS = frozenset(["__repr__", "__format__"])
+_SAME_OF_ALL = frozenset("device dtype is_cuda is_leaf is_quantized is_sparse layout ndim requires_grad".split())
+"""Attributes that say nothing of rows."""
 _COUNTS = frozenset(["size", "numel", "nelement"])
 _RUNS_AS_IT_IS = _SHOWS.union(["__deepcopy__", "__reduce_ex__"])
 
@@ -169,7 +171,10 @@ class Around:
         if self.comm.forward is not None:  # a model holds it, and its operations are followed as all of its own
             return func(*torch_private.tree_map(plain_of, args), **torch_private.tree_map(plain_of, kwargs))
         name = getattr(func, "__name__", "")
-        if name == "__get__" and getattr(func.__self__, "__name__", "") == "grad_fn":
+        of = getattr(func.__self__, "__name__", "") if name == "__get__" else ""
+        if of in _SAME_OF_ALL:
+            return func(args[0].plain)
+        if of == "grad_fn":
             with torch_private.DisableTorchFunctionSubclass():
                 if args[0].plain.is_leaf:
                     return None

@@ -28,6 +28,41 @@ _COUNTS_BATCHES = "num_batches_tracked"  # no numbers follow from it that are no
 _ADDRESS = "_torchdynamo_wrapper_id"  # where a module that torch.compile has made was when it was made
 
 
+class _Words:
+    """The digest of a model in words, and what it was made of: most calls find that as it was."""
+
+    def __init__(self) -> None:
+        self._state: list[Any] = []
+        self._digest = 0
+
+    def digest(self, model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> int:
+        """As ``digest`` of all lines."""
+        if (state := _state(model)) != self._state:
+            self._state, self._digest = state, digest("\n".join(_lines(model, named)))
+        return self._digest
+
+
+def _state(model: nn.Module) -> list[Any]:
+    """What `_lines` reads, which takes far longer to put into words than to compare."""
+    found: list[Any] = []
+    for module in model.modules():
+        held, kind = vars(module), type(module)
+        found.append(kind)
+        for name, value in held.items():
+            if isinstance(value, _OPTION) or value is None or type(value) is int:
+                found += (name, type(value), value)
+            elif isinstance(value, (tuple, list, int)) and _is_option(value, True):
+                found += (name, repr(value))
+        for tensors in (held["_parameters"], held["_buffers"]):
+            found += [
+                (name, type(one), one.shape, one.dtype, one.requires_grad)
+                for name, one in tensors.items()
+                if one is not None
+            ]
+        found.append([*held["_modules"]])
+    return found
+
+
 def alike(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The names of the parameters that are the same on all ranks, and the parameters; the same object once."""
     for name, parameter in model.named_parameters():
@@ -70,7 +105,7 @@ def refuse_unlike(model: nn.Module, comm: Ranks, buffers: Collection[str] = ()) 
     label = "the same model on every rank"
     compared = {name for name in buffers if not name.endswith(_COUNTS_BATCHES)}
     named = [*alike(model), *(found for found in model.named_buffers() if found[0] in compared)]
-    words = digest("\n".join(_lines(model, named))) >> 10  # so many bits are exact in float64
+    words = comm.caches.of(_Words, model).digest(model, named) >> 10  # so many bits are exact in float64
     first = torch.tensor([[words, 0, 0]], dtype=torch.float64, device=comm.device)
     own = torch.cat([first, _numbers([tensor for _, tensor in named], comm.device)])
     every = torch.stack(comm.all_gather(own, label))

@@ -11,7 +11,7 @@ from torch_geometric.utils import is_sparse
 
 from shardpass.core.following import user_line
 from shardpass.core.graphs import Relation, ShardedEdgeIndex, ShardedGraph
-from shardpass.core.ranks import torch_private
+from shardpass.core.ranks import plain_of, torch_private
 from shardpass.errors import RefusedError
 
 _VALUES = ("edge_weight", "edge_attr", "edge_type")
@@ -35,6 +35,7 @@ def refuse_sparse(names: dict[str, Any], has_graph: bool) -> None:
     """
     for name, value in names.items():
         for leaf in torch_private.tree_leaves(value):
+            leaf = plain_of(leaf)
             if not is_sparse(leaf) and not hasattr(leaf, "tocoo"):
                 continue
             kind = str(leaf.layout).removeprefix("torch.") if isinstance(leaf, Tensor) else type(leaf).__name__
