@@ -34,24 +34,26 @@ class Crossing:
     """What was copied between the device and the host.
 
     Attributes:
+        waits: the host goes on only once the device has come to it.
         line: that did it, outside of torch and PyG.
     """
 
     to_host: bool
     num_elements: int
     dtype: torch.dtype
+    waits: bool
     line: str
 
 
 CROSSINGS: list[Crossing] = []
 
 
-def _note(tensor: Tensor, to_host: bool) -> None:
+def _note(tensor: Tensor, to_host: bool, non_blocking: bool = False) -> None:
     frame: Any = sys._getframe()
     while (name := frame.f_code.co_filename).startswith(_BETWEEN) or name == __file__:
         frame = frame.f_back
     line = f"{name}:{frame.f_lineno} {linecache.getline(name, frame.f_lineno).strip()}"
-    CROSSINGS.append(Crossing(to_host, tensor.numel(), tensor.dtype, line))
+    CROSSINGS.append(Crossing(to_host, tensor.numel(), tensor.dtype, not non_blocking, line))
 
 
 class DeviceTensor(Tensor):
@@ -106,7 +108,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         to_host = torch.device(kwargs["device"]).type == "cpu"
         kwargs["device"] = "cpu"
         if to_host:
-            _note(args[0], True)
+            _note(args[0], True, kwargs.get("non_blocking", False))
             return func(*tree_map(_raw, args), **tree_map(_raw, kwargs))
     if func.overloadpacket in _INDEXED and isinstance(args[0], DeviceTensor):  # numbers on the host are copied
         args = (args[0], [_moved(one) for one in args[1]], *args[2:])
@@ -208,7 +210,7 @@ def register() -> None:
             library.impl(name.removeprefix("aten::"), _on_device(operation), "PrivateUse1")
 
     def copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
-        _note(source, isinstance(source, DeviceTensor))
+        _note(source, isinstance(source, DeviceTensor), non_blocking)
         _raw(target).copy_(_raw(source))
         return target
 

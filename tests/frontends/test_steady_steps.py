@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -11,62 +10,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as gnn
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 
 import shardpass as sp
 from shardpass.testing.graphs import WholeGraph, shard_in_memory
+from shardpass.testing.run import run
 
-NODES, EDGES, WIDTH, CLASSES, HEADS = 2000, 16000, 32, 7, 4
-WAITS = frozenset("_local_scalar_dense nonzero nonzero_static equal masked_select bincount unique _unique2".split())
-"""What waits for a device, as does indexing with bools and a copy from it."""
+from .steady_models import LAYERS, OF_POSITIONS, WIDTH, Model, Seen, waits_on_the_device
+
+NODES, EDGES, CLASSES = 2000, 16000, 7
 Step = Callable[[], Tensor]
-
-
-def _pna(_: int) -> nn.Module:
-    degrees = torch.bincount(torch.full((NODES,), EDGES // NODES))
-    return gnn.PNAConv(WIDTH, WIDTH, ["mean", "max", "std"], ["identity", "amplification"], degrees)
-
-
-LAYERS: dict[str, tuple[Callable[[int], nn.Module], float]] = {
-    "SAGE": (lambda _: gnn.SAGEConv(WIDTH, WIDTH), 1.0),
-    "GCN": (lambda _: gnn.GCNConv(WIDTH, WIDTH), 1.0),
-    "GAT": (lambda _: gnn.GATConv(WIDTH, WIDTH // HEADS, HEADS), 1.0),
-    "GATv2": (lambda _: gnn.GATv2Conv(WIDTH, WIDTH // HEADS, HEADS), 1.0),
-    "Transformer": (lambda _: gnn.TransformerConv(WIDTH, WIDTH // HEADS, HEADS), 1.0),
-    "PNA": (_pna, 1.5),  # messages are computed again in backward
-}
-"""By name: makes a layer, and how many operations it may take of those that PyG takes."""
-
-
-class Model(nn.Module):
-    def __init__(self, make: Callable[[int], nn.Module]) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList([make(0), make(1)])
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.convs[1](self.convs[0](x, edge_index).relu(), edge_index)
-
-
-class Seen(TorchDispatchMode):
-    """Counts what torch carries out, without the marks of profilers, and what of it waits or makes numbers of edges."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count, self.waits, self.of_edges = 0, Counter[str](), Counter[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        space, name = func._schema.name.split("::")
-        self.count += space != "profiler"
-        given, made = (list(filter(torch.is_tensor, tree_leaves(some))) for some in ((args, kwargs), out))
-        by_bools = name.startswith(("index", "_index")) and any(one.dtype == torch.bool for one in given)
-        self.waits[name] += name in WAITS or by_bools
-        is_view = any(one.data_ptr() == other.data_ptr() for one in made for other in given)
-        of_edges = any(not one.is_floating_point() and one.dim() and one.size(-1) >= EDGES for one in made)
-        self.of_edges[name] += of_edges and not is_view
-        return out
 
 
 def graph_in_one_piece() -> WholeGraph:
@@ -101,7 +54,7 @@ def steps(name: str) -> tuple[Step, Step, Model, Any]:
 def seen_in_tenth(step: Step) -> Seen:
     for _ in range(9):
         step()
-    with Seen() as seen:
+    with Seen(EDGES) as seen:
         step()
     return seen
 
@@ -114,6 +67,20 @@ def test_a_step_takes_few_operations(name: str) -> None:
     assert not +seen.of_edges, "numbers of edges are computed again"
     assert seen.count <= LAYERS[name][1] * of_pyg.count
     torch.testing.assert_close(mine(), pyg())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        (2, ["GCN", "GATv2", "GINE"]),
+        pytest.param(1, [*LAYERS, *OF_POSITIONS], marks=pytest.mark.long),
+        pytest.param(3, [*LAYERS, *OF_POSITIONS], marks=pytest.mark.long),
+    ],
+)
+def test_a_step_waits_for_no_device(ranks: int, names: list[str]) -> None:
+    for found in run(waits_on_the_device, ranks, "processes", args=(names,)):
+        assert found == {name: [] for name in names}
 
 
 @pytest.mark.parametrize("write", ["in place", "data", "numpy", "another"])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.exchange import HaloPlan, Schedule, Transfer
+from shardpass.core.ranks import agree
 from shardpass.core.sharding import Block, EdgeShards, Shard, Transposes, running, smallest_index_dtype, transposed
 
 
@@ -24,10 +25,12 @@ class OutEdges:
     Args:
         serial: number of the call in which all ranks counted together.
         counts: ``counts[q][p]`` destination rows of rank p that the sources of rank q have edges into.
+        are_on_devices: every rank has its tensors on a device.
     """
 
     serial: int
     counts: tuple[tuple[int, ...], ...]
+    are_on_devices: bool = False
     _built: tuple[HaloPlan, EdgeShards] | None = field(default=None, repr=False)
 
     @property
@@ -53,8 +56,8 @@ class OutEdges:
 def count_out_edges(plan: HaloPlan, edges: EdgeShards, serial: int, label: str) -> OutEdges:
     """The out-edges of `edges`, counted only. Collective: one small all-gather."""
     mine = [0 if q == plan.comm.rank else _ends(edges, q).numel() for q in range(plan.comm.size)]
-    rows = plan.comm.all_gather(torch.tensor(mine, device=plan.comm.device), label=f"{label}: rows to pull")
-    return OutEdges(serial, tuple(zip(*(row.tolist() for row in rows))))
+    every = agree(plan.comm, f"{label}: rows to pull", [int(plan.comm.device.type != "cpu"), *mine])
+    return OutEdges(serial, tuple(zip(*(rows for _, *rows in every))), all(on_device for on_device, *_ in every))
 
 
 def _ends(edges: EdgeShards, owner: int) -> Tensor:

@@ -35,7 +35,7 @@ from shardpass.core.kernels import (
     gather_sum,
     shaped,
 )
-from shardpass.core.ranks import digest
+from shardpass.core.ranks import agree, digest, is_local, is_parameter
 from shardpass.core.sharding import EdgeShards, Shard, Transposes
 from shardpass.core.tracing import Attention, Key, Program, Structure
 
@@ -65,8 +65,14 @@ def known_out_edges(plan: HaloPlan, edges: EdgeShards) -> OutEdges | None:
 
 
 def mix_of(plan: HaloPlan, structure: Structure) -> int:
-    """The fingerprint of the tensor that mixes scores, which must be the same on all ranks; 0 without one."""
-    if plan.comm.size == 1 or not plan.options.may_pull or structure.mix is None:
+    """The fingerprint of the tensor that mixes scores, which must be the same on all ranks; 0 where it is by itself."""
+    if plan.comm.size == 1 or not plan.options.may_pull or structure.mix is None or structure.attention is None:
+        return 0
+    form = structure.attention.score
+    if form is None or form.mix is None or not structure.captures:  # no gradients
+        return 0
+    found = structure.captures[form.mix]
+    if is_parameter(found) and not is_local(found):  # which ranks have compared, without waiting for a device
         return 0
     return digest(repr(structure.mix.tolist()))
 
@@ -184,7 +190,11 @@ def pull_attention(
     grad, delta = gradient_and_delta(call, attention, out, gradients)
     reached = attention.output in gradients.reached
     log_sum = log_sum.view_as(delta) if reached else torch.full_like(delta, float("inf"))  # all weights are 0
-    part = _AttentionAtSources(call, operands, attention, gradients)
+    reaching = frozenset[int](range(call.plan.comm.size))
+    if call.pull is not None and call.pull.are_on_devices:  # or else they wait to see it in what arrives
+        every = agree(call.plan.comm, f"{call.label}: reached", [int(reached)])
+        reaching = frozenset(rank for rank, (found,) in enumerate(every) if found)
+    part = _AttentionAtSources(call, operands, attention, gradients, reaching)
     known = [grad, delta, log_sum, part.form.of_dst]
     to_dst = torch.zeros_like(part.form.of_dst)
     own = {_OF_DST: to_dst} if key in gradients else {}
@@ -196,12 +206,19 @@ def pull_attention(
 
 
 class _AttentionAtSources(Part):
-    """The gradients of the own sources of an attention. It reads what destinations publish."""
+    """The gradients of the own sources of an attention. It reads what destinations publish.
+
+    Args:
+        reaching: the ranks that the loss may have reached.
+    """
 
     reads = ["grad", "delta", "log_sum", _OF_DST]
 
-    def __init__(self, call: Call, operands: Operands, attention: Attention, gradients: Gradients) -> None:
+    def __init__(
+        self, call: Call, operands: Operands, attention: Attention, gradients: Gradients, reaching: frozenset[int]
+    ) -> None:
         assert attention.score is not None
+        self.reaching, self.looks = reaching, call.pull is None or not call.pull.are_on_devices
         self.form, self.gradients = ClosedForm(operands, attention, attention.score, call.structure.mix), gradients
         self.of_source = shaped(operands.src[attention.score.source], self.form.tail).contiguous()
         values = operands.src[attention.value]
@@ -221,7 +238,9 @@ class _AttentionAtSources(Part):
         """See `Part.add`. The order of `shard` is that of the own sources, as if they were destinations."""
         *known, of_dst = (rows[name] for name in self.reads)
         outer = Outer(*known)
-        if not shard.num_edges or bool((outer.log_sum == float("inf")).all()):
+        if not shard.num_edges or shard.block.owner not in self.reaching:
+            return
+        if self.looks and bool((outer.log_sum == float("inf")).all()):
             return
         self._ran = True
         of = ClosedScores(self.form.form, self.of_source, of_dst.contiguous(), self.form.mix, None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -116,15 +117,18 @@ class KnownLists(Generic[Value]):
 
     def __init__(self) -> None:
         self._known: list[tuple[Tensor | Derivation, Value]] = []
+        self._equal: WeakKeyDictionary[Derivation, Tensor | Derivation] = WeakKeyDictionary()  # to a known one
         self.count = 0  # of all that were ever kept
 
     def find(self, edges: Tensor | Derivation) -> Value | None:
         """The value for a list equal to `edges` ``[2, num_edges]``, or None."""
-        found = next((place for place, (known, _) in enumerate(self._known) if known is edges), None)
+        same = self._equal.get(edges, edges) if isinstance(edges, Derivation) else edges
+        found = next((place for place, (known, _) in enumerate(self._known) if known is same), None)
         for position, (known, value) in enumerate(self._known):
             if position == found or (found is None and _same(known, edges)):
-                del self._known[position]  # the same object is found without comparing
-                self._known.append((edges if isinstance(edges, Derivation) else known, value))
+                self._known.append(self._known.pop(position))
+                if isinstance(edges, Derivation) and edges is not known:
+                    self._equal[edges] = known  # which the next time is found without comparing
                 return value
         return None
 

@@ -14,6 +14,7 @@ from shardpass.core.ranks import Ranks, describe, dtype_name
 from shardpass.errors import DivergenceError
 
 _FEW = 8
+_PROBLEM, _ON_DEVICE = 1.0, 2.0  # a rank has a problem; some of its numbers are on a device
 _WIDTH = 6  # so many numbers travel, whatever the loss or metric, so that ranks that differ hear of it
 _T = TypeVar("_T")
 
@@ -59,17 +60,23 @@ def sums_over_ranks(
     if part is not None and comm.size == 1:
         sums = part.numbers
     else:
-        identity, state = "", [1.0]
+        identity, state = "", [_PROBLEM]
         if part is not None:
             identity = _kind_of_rows(rows, mask) + part.kind
             chosen = row_numbers(mask, rows) if part.row_numbers is None else part.row_numbers
-            numbers = [float(number.detach() if isinstance(number, Tensor) else number) for number in part.numbers]
-            state = [0.0, float(zlib.crc32(identity.encode())), chosen, *numbers]
+            numbers = [n.detach() if isinstance(n, Tensor) else torch.tensor(n) for n in part.numbers]
+            is_on_device = any(number.device.type != "cpu" for number in numbers)
+            state = [_ON_DEVICE if is_on_device else 0.0, float(zlib.crc32(identity.encode())), chosen]
+            state += [0.0 if number.device.type != "cpu" else float(number) for number in numbers]
         state += [0.0] * (_WIDTH - len(state))
-        every = torch.cat(comm.all_gather(torch.tensor([state], dtype=torch.float64, device=comm.device), name)).cpu()
+        every = torch.cat(comm.all_gather(torch.tensor([state], dtype=torch.float64), name))
         _check_alike(name, every, problem, identity, comm)
         assert part is not None  # as no rank has a problem
-        sums = every[:, 3 : 3 + len(part.numbers)].sum(0).tolist()
+        on_host = every[:, 3 : 3 + len(part.numbers)].sum(0).tolist()
+        sums = on_host
+        if bool((every[:, 0] == _ON_DEVICE).any()):
+            waits = not bool((every[:, 0] == _ON_DEVICE).all())
+            sums = _sums_on_device(numbers, on_host, torch.device("cpu") if waits else comm.device, comm, name)
     if sums[0] == 0:
         raise ValueError(
             f"{name}: the mask selects no node on any rank, or none with a label, so there is nothing to average"
@@ -77,9 +84,27 @@ def sums_over_ranks(
     return sums, part.found
 
 
+def _sums_on_device(
+    numbers: list[Tensor], on_host: list[float], device: torch.device, comm: Ranks, name: str
+) -> list[float | Tensor]:
+    """The sums of all `numbers` of ranks, which nobody waits for if `device` has them; `on_host` of those of hosts."""
+    mine = torch.stack(
+        [
+            n.to(device, torch.float64)
+            if n.device.type != "cpu"
+            else torch.zeros((), dtype=torch.float64, device=device)
+            for n in numbers
+        ]
+    )
+    found = torch.stack(comm.all_gather(mine, name)).sum(0).unbind()
+    if device.type == "cpu":
+        return [float(one) + other for one, other in zip(found, on_host)]
+    return [one if n.device.type != "cpu" else other for one, other, n in zip(found, on_host, numbers)]
+
+
 def _check_alike(name: str, every: Tensor, problem: str | None, identity: str, comm: Ranks) -> None:
     """Raise unless no rank has a problem, identities have one checksum, and row numbers have others."""
-    if bool(every[:, 0].any()):
+    if bool((every[:, 0] == _PROBLEM).any()):
         problems = comm.all_gather_object(problem, f"{name} problems")
         raise ValueError(next(f"{text} (found on rank {rank})" for rank, text in enumerate(problems) if text))
     if bool((every[:, 1] != every[0, 1]).any()):

@@ -178,7 +178,7 @@ def _over_ranks(name: str, rows: Any, mask: Any, comm: Ranks, own: Callable[[], 
     denominator = float(divisors[0]) if divisors else 1.0
     if denominator == 0:
         raise ValueError(f"{name}: the weights of the masked nodes add up to 0 on all ranks together")
-    found = None if comm.size == 1 else torch.full_like(share, float(value) / denominator)
+    found = None if comm.size == 1 else torch.zeros_like(share) + value / denominator
     return _Share.apply(share, found, denominator).to(dtype)
 
 

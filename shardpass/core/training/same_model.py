@@ -4,7 +4,8 @@
 `wrap` compares the models of ranks word by word and makes their numbers the same. From then on every outermost call of
 the model begins with one small collective, in which each rank tells a digest of those words, and two numbers of each
 parameter and buffer. It is the same collective in training, in evaluation and without gradients, so no rank decides by
-itself whether to take part, and a change on one rank is found in the next call, whatever it was.
+itself whether to take part, and a change on one rank is found in the next call, whatever it was. Numbers of a model on
+a device are those of the call before, where gradients are on: to read those of this call would be to wait for it.
 """
 
 from __future__ import annotations
@@ -28,18 +29,38 @@ _COUNTS_BATCHES = "num_batches_tracked"  # no numbers follow from it that are no
 _ADDRESS = "_torchdynamo_wrapper_id"  # where a module that torch.compile has made was when it was made
 
 
-class _Words:
-    """The digest of a model in words, and what it was made of: most calls find that as it was."""
+class _LastCall:
+    """The digest of a model in words, and what it was made of: most calls find that as it was. And its numbers."""
 
     def __init__(self) -> None:
         self._state: list[Any] = []
         self._digest = 0
+        self._copied: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     def digest(self, model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> int:
         """As ``digest`` of all lines."""
         if (state := _state(model)) != self._state:
             self._state, self._digest = state, digest("\n".join(_lines(model, named)))
         return self._digest
+
+    def numbers(self, now: Tensor, at_once: bool) -> Tensor:
+        """The numbers `now` on the host; those of the call before where they are on a device, but for `at_once`."""
+        if now.device.type == "cpu":
+            return now
+        before, copied = self._copied, torch.cuda.Event() if now.is_cuda else None
+        self._copied = now.to("cpu", non_blocking=True), copied
+        if copied is not None:
+            copied.record()
+        if not at_once and before is not None and len(before[0]) == len(now):
+            return _read(before)
+        return _read(self._copied)
+
+
+def _read(copied: tuple[Tensor, torch.cuda.Event | None]) -> Tensor:
+    """The numbers, once they are on the host."""
+    if copied[1] is not None:
+        copied[1].synchronize()
+    return copied[0]
 
 
 def _state(model: nn.Module) -> list[Any]:
@@ -90,11 +111,12 @@ def first_difference(model: nn.Module, named: Iterable[tuple[str, Tensor]], comm
     return None
 
 
-def refuse_unlike(model: nn.Module, comm: Ranks, buffers: Collection[str] = ()) -> None:
+def refuse_unlike(model: nn.Module, comm: Ranks, buffers: Collection[str] = (), at_once: bool = True) -> None:
     """Raise on every rank unless ranks hold the same model. Collective. See [Note: the same model].
 
     Args:
         buffers: the names of those that are compared.
+        at_once: compare numbers of a model on a device as they are now, and not as they were in the call before.
 
     Raises:
         DivergenceError: an option of a layer, a training mode, or what a parameter or buffer is, differs between ranks;
@@ -105,13 +127,20 @@ def refuse_unlike(model: nn.Module, comm: Ranks, buffers: Collection[str] = ()) 
     label = "the same model on every rank"
     compared = {name for name in buffers if not name.endswith(_COUNTS_BATCHES)}
     named = [*alike(model), *(found for found in model.named_buffers() if found[0] in compared)]
-    words = comm.caches.of(_Words, model).digest(model, named) >> 10  # so many bits are exact in float64
-    first = torch.tensor([[words, 0, 0]], dtype=torch.float64, device=comm.device)
-    own = torch.cat([first, _numbers([tensor for _, tensor in named], comm.device)])
-    every = torch.stack(comm.all_gather(own, label))
+    tensors, last = [tensor for _, tensor in named], comm.caches.of(_LastCall, model)
+    words = last.digest(model, named) >> 10  # so many bits are exact in float64
+    is_late = not at_once and comm.device.type != "cpu"
+    rooms = [_UNLIKE if one.is_floating_point() or one.is_complex() else 0.0 for one in tensors]
+    for some_wait in (False, True):
+        numbers = last.numbers(_numbers(tensors, comm.device), at_once or some_wait)
+        room = numbers[:, 1:] * torch.tensor(rooms, dtype=torch.float64)[:, None]
+        first = torch.tensor([[words, is_late, 0]], dtype=torch.float64)
+        every = torch.stack(comm.all_gather(torch.cat([first, torch.cat([numbers, room], 1)]), label))
+        if bool((every[:, 0, 1] == every[0, 0, 1]).all()):  # or else their numbers are of different calls
+            break
     found, room = every[:, 1:, :2], every[:, 1:, 2:].amin(0)
     is_same = (found == found[0]) | (found.isnan() & found[0].isnan()) | ((found - found[0]).abs() <= room)
-    alike_in_words, alike_in_numbers = torch.stack([(every[:, 0] == every[0, 0]).all(), is_same.all()]).tolist()
+    alike_in_words, alike_in_numbers = torch.stack([(every[:, 0, 0] == every[0, 0, 0]).all(), is_same.all()]).tolist()
     if not alike_in_words:
         raise DivergenceError(
             f"{first_difference(model, named, comm, label)}, and change it on every rank alike, its training mode too. "
@@ -158,13 +187,11 @@ def _is_option(value: Any, is_library: bool) -> bool:
 
 
 def _numbers(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The sum and the norm of the values of each tensor, and by how much these may differ, ``[len(tensors), 3]``."""
+    """The sum and the norm of the values of each tensor, ``[len(tensors), 2]``."""
     plain = [torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach() for tensor in tensors]
     values = [value if value.is_floating_point() else value.double() for value in plain]
     double = torch.float64
     found = [n for v in values for n in (v.sum(dtype=double), torch.linalg.vector_norm(v, dtype=double))]
     if not found:
-        return torch.zeros((0, 3), dtype=double, device=device)
-    numbers = torch.stack([number.to(device) for number in found]).view(-1, 2)
-    rooms = [_UNLIKE if value.is_floating_point() else 0.0 for value in plain]
-    return torch.cat([numbers, numbers[:, 1:] * torch.tensor(rooms, dtype=double, device=device)[:, None]], 1)
+        return torch.zeros((0, 2), dtype=double, device=device)
+    return torch.stack([number.to(device) for number in found]).view(-1, 2)

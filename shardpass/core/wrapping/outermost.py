@@ -209,7 +209,7 @@ class OutermostCall:
             self.comm.run_at_once()
             if self.before is not None:
                 self.before()
-            refuse_unlike(self.model, self.comm, self.buffers)
+            refuse_unlike(self.model, self.comm, self.buffers, at_once=not torch.is_grad_enabled())
         recomputes = self.checkpoint is not None and self.model.training
         graphs = self.comm.caches.of(LoadedGraphs).graphs
         lacks_rows = any(rows.count == 0 for graph in graphs for rows in graph.row_sets())
@@ -266,7 +266,7 @@ class OutermostCall:
     def _within(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if torch.is_grad_enabled():  # or else one rank may run it alone
             refuse_sharded(self.model)
-            refuse_unlike(self.model, self.comm, self.buffers)
+            refuse_unlike(self.model, self.comm, self.buffers, at_once=False)
         return self._summed(function, args, kwargs)
 
     def _summed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

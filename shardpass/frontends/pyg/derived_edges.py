@@ -38,7 +38,11 @@ class _Result(NamedTuple):
 
 
 class _Results(Known[_Result]):
-    """What was derived from one edge list."""
+    """What was derived from one edge list on this rank."""
+
+
+class _ResultsOfAll(Known[_Result]):
+    """What ranks derived from one edge list together, so that all have it or none."""
 
 
 def find_edges_again(conv: MessagePassing) -> None:
@@ -67,14 +71,13 @@ def _found_again(function: Callable[..., Any], edge_index: Any, *args: Any, **kw
         return function(edge_index, *args, **kwargs)
     of_kinds = [type(value) if isinstance(value, Tensor) else (type(value), value) for value in given]
     key = function, tuple(of_kinds), tuple(sorted(kwargs)), _settings(edge_index)
-    results = edge_index.plan.comm.caches.of(_Results, edge_index.derivation)
-    result = results.find(key, weights)
+    comm = edge_index.plan.comm
+    known = [comm.caches.of(kind, edge_index.derivation) for kind in (_ResultsOfAll, _Results)]
+    result = next((found for results in known if (found := results.find(key, weights)) is not None), None)
     if result is None or result.versions != [torch_private.version_of(one) for one in _tensors(result.values)]:
-        comm = edge_index.plan.comm
         calls = comm.calls
         out = function(edge_index, *args, **kwargs)
-        if comm.calls == calls or comm.size == 1:  # a rank that finds what others make would not answer them
-            _keep(results, key, weights, edge_index, out)
+        _keep(known[comm.calls == calls], key, weights, edge_index, out)
         return out
     return tuple(_restored(value, edge_index) for value in result.values)
 
