@@ -236,7 +236,34 @@ def test_ddp(monkeypatch):
 
 
 def test_functions_are_called_around_the_compiler():
-    assert torch_private.call_uncompiled(divmod, 7, 2) == (3, 1)
+    compiled, seen = [], []
+
+    def backend(graph, _):
+        compiled.append([node.target for node in graph.graph.nodes if node.op == "call_method"])
+        return graph
+
+    @torch_private.not_compiled
+    def aside(x):
+        compiler = torch_private.SET_COMPILER(None)
+        seen.append(callable(compiler))
+        x = x.cos()
+        torch_private.SET_COMPILER(compiler)
+        return inner(x)
+
+    def inner(x):
+        return x.tan()
+
+    torch.compile(lambda x: aside(x.sin()).exp(), backend=backend)(torch.ones(2))
+    assert compiled == [["sin"], ["tan"], ["exp"]]
+    assert seen == [True]
+
+
+def test_a_call_of_a_module_is_another_one():
+    module = torch.nn.Linear(2, 2)
+    torch_private.set_call(module, lambda it: lambda x: torch_private.call_as_written(it, x) * 2)
+    x = torch.ones(1, 2)
+    torch.testing.assert_close(module(x), module.forward(x) * 2)
+    assert copy.deepcopy(module)._compiled_call_impl is None
 
 
 PRIVATE = re.compile(

@@ -138,6 +138,8 @@ class ShardedEdgeIndex(StandIn, HoldsEdges):
     @classmethod
     def answer(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mine = first_of(ShardedEdgeIndex, args, kwargs)
+        if (forward := mine.plan.comm.forward) is not None and mine.plan.comm.runs_user_code:
+            forward.reads_edges = True
         if name not in ROWS_READ:
             mine.lacks_last = name == "max" and lacks_last_node(mine.plan, mine.derivation)
         if name in TAKING and args and args[0] is not mine and mine.has_one_type:

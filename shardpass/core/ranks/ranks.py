@@ -82,6 +82,7 @@ class ForwardPass:
         is_derivative: no model runs, but a backward with ``create_graph=True``.
         layers_are_given: what ``graph.layers`` returned is among the arguments, so that the model was looked at for it.
         is_left_out: has later calls followed, where this one is not and others are; or `None`.
+        reads_edges: code of the user's has done something with an edge list other than to hand it on.
     """
 
     token: Tensor | None
@@ -90,6 +91,7 @@ class ForwardPass:
     copies: tuple[Any, ...] = ()
     is_derivative: bool = False
     is_left_out: Callable[[], None] | None = None
+    reads_edges: bool = True
 
 
 def require_ranks(comm: Any, call: str) -> None:

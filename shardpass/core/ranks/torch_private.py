@@ -11,7 +11,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 from torch.utils.checkpoint import _StopRecomputationError
 from torch.utils.weak import WeakTensorKeyDictionary as WeakTensorKeyDictionary
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 AnyBatchNorm = _BatchNorm
 """The class of what normalises by the moments of a batch."""
 RecomputationStops = _StopRecomputationError
@@ -46,7 +47,7 @@ RECORD_EXIT = torch.ops.profiler._record_function_exit._RecordFunction
 """The operator with which it ends."""
 
 
-_LEAVES = (Tensor, str, int, float, type(None))
+_LEAVES = (Tensor, str, int, float)
 
 
 def tree_leaves(value: Any) -> list[Any]:
@@ -61,7 +62,7 @@ def _add_leaves(value: Any, found: list[Any]) -> None:
     if kind is tuple or kind is list or kind is dict:
         for one in value.values() if kind is dict else value:
             _add_leaves(one, found)
-    elif isinstance(value, _LEAVES):
+    elif value is None or isinstance(value, _LEAVES):
         found.append(value)
     else:
         found += _pytree.tree_leaves(value)
@@ -325,10 +326,33 @@ def uncompiled() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager")
 
 
-def call_uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What ``function(*args, **kwargs)`` returns, left alone by `torch.compile`."""
-    dynamo = sys.modules.get("torch._dynamo")  # torch.compile imports it
-    return (function if dynamo is None else dynamo.disable(function))(*args, **kwargs)
+def not_compiled(function: Function) -> Function:
+    """`function`, where the tracer of `torch.compile` stops. What it calls is compiled unless `SET_COMPILER` says no.
+
+    Imports the tracer, which takes a second; PyG and DGL have done so.
+    """
+    from torch._dynamo.decorators import skip
+
+    return cast(Function, skip(function))
+
+
+Compiler = Callable[..., Any] | bool | None
+"""What compiles the functions that a thread calls; nothing does for `None` and `False`."""
+
+
+SET_COMPILER: Callable[[Compiler], Compiler] = torch._C._dynamo.eval_frame.set_eval_frame
+"""Has a compiler compile the functions that this thread calls from now on. Returns what did so before."""
+
+
+def set_call(module: nn.Module, make: Callable[[nn.Module], Any]) -> None:
+    """Let a call of `module` run what `make` makes of it. A copy of the module has forgotten it."""
+    if module._compiled_call_impl is None:
+        module._compiled_call_impl = make(module)
+
+
+def call_as_written(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What a call of `module` returns that nothing was set for by `set_call`."""
+    return module._call_impl(*args, **kwargs)
 
 
 def symbolic_shapes() -> tuple[Any, Any]:

@@ -64,7 +64,9 @@ def sums_over_ranks(
         if part is not None:
             identity = _kind_of_rows(rows, mask) + part.kind
             chosen = row_numbers(mask, rows) if part.row_numbers is None else part.row_numbers
-            numbers = [n.detach() if isinstance(n, Tensor) else torch.tensor(n) for n in part.numbers]
+            numbers = [
+                n.detach() if isinstance(n, Tensor) else torch.tensor(n, dtype=torch.float64) for n in part.numbers
+            ]
             is_on_device = any(number.device.type != "cpu" for number in numbers)
             state = [_ON_DEVICE if is_on_device else 0.0, float(zlib.crc32(identity.encode())), chosen]
             state += [0.0 if number.device.type != "cpu" else float(number) for number in numbers]

@@ -51,6 +51,7 @@ from shardpass.core.ranks import (
     torch_private,
 )
 from shardpass.core.training import GradientSums, refuse_inside_ddp, refuse_sharded, refuse_unlike
+from shardpass.core.wrapping.compiling import not_compilable, run_compiled
 from shardpass.core.wrapping.empty_rows import EmptyRows
 from shardpass.core.wrapping.explain import explained
 from shardpass.core.wrapping.held_rows import HeldRows, followed_for_hooks
@@ -79,6 +80,7 @@ class FollowedCalls:
         self._follower: FollowRows | None = None
         self._results: dict[Any, tuple[Around, list[Known]]] = {}
         self.knows_order = False
+        self.reads_edges = True  # as long as no call was followed
         self.held = HeldRows()
 
     def follow_all(self) -> None:
@@ -168,13 +170,30 @@ class OutermostCall:
         self.sums, self.method = sums, method
         self._around: tuple[ResultWatch, Any] | None = None
         self._taken: list[FollowedTensor] = []
+        self._was_told = False
         self.buffers = frozenset(name for name, _ in model.named_buffers())  # and not those that forward makes, of rows
+
+    compiler: torch_private.Compiler = None
+    """What compiles the code of the model in this call; see `torch_private.SET_COMPILER`."""
 
     before: Callable[[], None] | None = None
     """Is called before the method, unless the model calls it itself. Collective."""
 
     gives_own_rows = True
     """Whether results hold rows as those of other calls do, and not those of a sampled block."""
+
+    @torch_private.not_compiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before, self.compiler = self.compiler, torch_private.SET_COMPILER(None)
+        try:
+            return self.called(*args, **kwargs)
+        finally:
+            torch_private.SET_COMPILER(self.compiler)
+            self.compiler = before
+
+    def called(self, *args: Any, **kwargs: Any) -> Any:
+        """What a call of the method gives. A frontend defines it."""
+        raise NotImplementedError
 
     @property
     def plain(self) -> MethodType:
@@ -282,7 +301,7 @@ class OutermostCall:
             return self._unfollowed(lambda: function(*args, **kwargs))
         leaves = torch_private.tree_leaves((args, kwargs))
         follower.marks.known += {ids.row_set for ids in leaves if isinstance(ids, NodeIds)}  # labels go with them
-        forward.rows = follower
+        forward.rows, forward.reads_edges = follower, False
         follow_scripts(self.model)  # of a copy, too
         try:
             with (
@@ -313,6 +332,7 @@ class OutermostCall:
         finally:
             forward.rows = None
             follower.marks.end_forward()
+            self.followed.reads_edges = forward.reads_edges
         follower.marks.check_left_behind(out, self.model)
         self._warn_of_hooks()
         if self.comm.size > 1:  # one rank has all rows
@@ -320,11 +340,35 @@ class OutermostCall:
             self.followed.note_results(self.model, self.method, around, out)
         return out
 
+    def written(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`, which the model's user or a library wrote, compiled if this call is. See [Note: what is compiled]."""
+
+        forward = self.comm.forward
+        if (
+            not callable(self.compiler)
+            or self.is_known(self.model)
+            or (forward is not None and forward.rows is not None)
+        ):
+            return run
+
+        def compiled(*args: Any, **kwargs: Any) -> Any:
+            reads_edges = forward is not None and forward.reads_edges
+            if (why := not_compilable((args, kwargs), reads_edges, self.checkpoint is not None)) is None:
+                return run_compiled(self.compiler, self.model, self.is_known, run, args, kwargs)
+            if not self._was_told and self.comm.rank == 0:
+                warnings.warn(
+                    f"torch.compile leaves {type(self.model).__name__}.{self.method} as it is: {why}", stacklevel=2
+                )
+            self._was_told = True
+            return run(*args, **kwargs)
+
+        return compiled
+
     def _unfollowed(self, run: Callable[[], Any]) -> Any:
         self._taken.clear()  # which would keep their graphs of autograd alive
         forward = self.comm.forward
         if self.followed.is_on and forward is not None:
-            forward.is_left_out = self.followed.follow_all
+            forward.is_left_out, forward.reads_edges = self.followed.follow_all, self.followed.reads_edges
         if not self.gives_own_rows:
             return run()
         out, around = self.followed.unfollowed(self.model, self.method, run)

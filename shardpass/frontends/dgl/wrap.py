@@ -135,7 +135,7 @@ class _Method(OutermostCall):
     def is_known(self, module: nn.Module) -> bool:
         return super().is_known(module) or _is_known(module)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def called(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_part and (runs_as_it_is() or self.comm.forward is not None):
             return self.alone(self.plain, args, kwargs)
         args, kwargs = torch_private.tree_map(self._graphs.of, (args, kwargs))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from inspect import isfunction, signature
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -118,6 +118,15 @@ def adapt_methods(module: nn.Module, comm: Ranks) -> None:
     for name, arguments in _own(module, GUARDED):
         run = vars(module).get(name) or MethodType(getattr(type(module), name), module)
         setattr(module, name, partial(_guarded, module, name, arguments, run))
+
+
+def with_written(method: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
+    """`method` with what ``change`` makes of the function in it that PyG or its user wrote."""
+    if not isinstance(method, partial):
+        return method
+    if method.func is _guarded:
+        return partial(_guarded, *method.args[:-1], change(method.args[-1]))
+    return change(method) if isinstance(method.func, FunctionType) and len(method.args) == 1 else method  # type: ignore[no-any-return]
 
 
 def methods_to_run(module: nn.Module) -> list[str]:

@@ -37,6 +37,7 @@ from shardpass.frontends.pyg.methods import (
     methods_replaced,
     methods_to_run,
     methods_written,
+    with_written,
 )
 from shardpass.frontends.pyg.norms import distribute_norms
 from shardpass.frontends.pyg.poison import Poison
@@ -172,10 +173,10 @@ class _Method(OutermostCall):
     def is_known(self, module: nn.Module) -> bool:
         return _is_known(module) or super().is_known(module)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def called(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_part and (runs_as_it_is() or self.comm.forward is not None or not _has_graph((args, kwargs))):
             return self.alone(self._as_written, args, kwargs)
-        return torch_private.call_uncompiled(self._call, *args, **kwargs)
+        return self._call(*args, **kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_own and (self.comm.forward is not None or not _has_graph((args, kwargs))):
@@ -252,7 +253,7 @@ class _Method(OutermostCall):
 
     def _as_written(self, *args: Any, **kwargs: Any) -> Any:
         method = self.adapted or partial(getattr(type(self.model), self.method), self.model)
-        return method(*args, **kwargs)
+        return with_written(method, self.written)(*args, **kwargs)
 
 
 _DATA = frozenset(["data", "batch", "hetero_data"])
