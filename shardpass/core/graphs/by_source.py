@@ -29,9 +29,8 @@ def refused(name: str, what: str) -> RefusedError:
         )
     if name == "_is_view":  # the first thing that the tracer of torch.compile asks
         return RefusedError(
-            f"{user_line()}: torch.compile cannot read a call that is given {what} of a sharded graph. Give the "
-            f"compiled model the graph that shardpass.load or shard returned in its place, or compile the "
-            f"dense parts alone"
+            f"{user_line()}: torch.compile cannot read code that is given {what} of a sharded graph. Compile the "
+            f"model, and not what calls it"
         )
     if "sparse" in name:
         return RefusedError(

@@ -29,7 +29,7 @@ class OpaqueEdges:
 
 
 class OpaqueModule:
-    """What a call of a known module runs in a model that is compiled: the module as it is."""
+    """What a call of a layer runs in a model that is compiled: the layer as it is."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -38,7 +38,7 @@ class OpaqueModule:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         compiler = torch_private.SET_COMPILER(None)
         try:
-            args, kwargs = torch_private.tree_map(_known, (args, kwargs))
+            args, kwargs = with_edges((args, kwargs))
             return torch_private.call_as_written(self.module, *args, **kwargs)
         finally:
             torch_private.SET_COMPILER(compiler)
@@ -59,24 +59,24 @@ def not_compilable(given: Any, reads_edges: bool, checkpoints: bool) -> str | No
             (leaf for leaf in leaves if leaf is not None and type(leaf) not in _PLAIN and not _is_edge_list(leaf)), None
         )
     ) is not None:
-        return f"the tracer cannot read a {type(other).__name__}. Pass tensors and edge_index"
+        return f"the tracer cannot read a {type(other).__name__}, which it is given"
     if reads_edges and any(map(_is_edge_list, leaves)):
         return "it computes with edge_index itself, which only layers may do in code that is compiled"
     return None
 
 
 def run_compiled(
-    compiler: Any, model: nn.Module, is_known: Callable[[nn.Module], bool], run: Callable[..., Any], args: Any,
+    compiler: Any, model: nn.Module, is_layer: Callable[[nn.Module], bool], run: Callable[..., Any], args: Any,
     kwargs: Any,
 ) -> Any:  # fmt: skip
     """What ``run(*args, **kwargs)`` returns, code of `model` that is compiled.
 
     Args:
         compiler: what `torch_private.SET_COMPILER` gave.
-        is_known: whether a module is a layer, at which the tracer stops.
+        is_layer: whether the tracer stops at a module.
     """
     for module in model.modules():
-        if is_known(module):
+        if is_layer(module):
             torch_private.set_call(module, OpaqueModule)
     args, kwargs = torch_private.tree_map(_opaque, (args, kwargs))
     torch_private.SET_COMPILER(compiler)
@@ -91,15 +91,16 @@ def run_compiled(
         ) from error
     finally:
         torch_private.SET_COMPILER(None)
-    return torch_private.tree_map(_known, out)
+    return with_edges(out)
+
+
+def with_edges(value: Any) -> Any:
+    """`value` with the edge lists that stand-ins in it stand for."""
+    return torch_private.tree_map(lambda leaf: leaf.edges if isinstance(leaf, OpaqueEdges) else leaf, value)
 
 
 def _opaque(leaf: Any) -> Any:
     return OpaqueEdges(leaf) if _is_edge_list(leaf) else leaf
-
-
-def _known(leaf: Any) -> Any:
-    return leaf.edges if isinstance(leaf, OpaqueEdges) else leaf
 
 
 def _is_edge_list(leaf: Any) -> bool:

@@ -51,7 +51,7 @@ from shardpass.core.ranks import (
     torch_private,
 )
 from shardpass.core.training import GradientSums, refuse_inside_ddp, refuse_sharded, refuse_unlike
-from shardpass.core.wrapping.compiling import not_compilable, run_compiled
+from shardpass.core.wrapping.compiling import not_compilable, run_compiled, with_edges
 from shardpass.core.wrapping.empty_rows import EmptyRows
 from shardpass.core.wrapping.explain import explained
 from shardpass.core.wrapping.held_rows import HeldRows, followed_for_hooks
@@ -186,6 +186,7 @@ class OutermostCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         before, self.compiler = self.compiler, torch_private.SET_COMPILER(None)
         try:
+            args, kwargs = with_edges((args, kwargs)) if callable(self.compiler) else (args, kwargs)
             return self.called(*args, **kwargs)
         finally:
             torch_private.SET_COMPILER(self.compiler)
@@ -346,7 +347,7 @@ class OutermostCall:
         forward = self.comm.forward
         if (
             not callable(self.compiler)
-            or self.is_known(self.model)
+            or self.is_layer(self.model)
             or (forward is not None and forward.rows is not None)
         ):
             return run
@@ -354,7 +355,7 @@ class OutermostCall:
         def compiled(*args: Any, **kwargs: Any) -> Any:
             reads_edges = forward is not None and forward.reads_edges
             if (why := not_compilable((args, kwargs), reads_edges, self.checkpoint is not None)) is None:
-                return run_compiled(self.compiler, self.model, self.is_known, run, args, kwargs)
+                return run_compiled(self.compiler, self.model, self.is_layer, run, args, kwargs)
             if not self._was_told and self.comm.rank == 0:
                 warnings.warn(
                     f"torch.compile leaves {type(self.model).__name__}.{self.method} as it is: {why}", stacklevel=2
@@ -403,6 +404,10 @@ class OutermostCall:
     def is_known(self, module: nn.Module) -> bool:
         """Whether `module` is known to be exact; a frontend adds the layers of its library."""
         return isinstance(module, OnRanks)
+
+    def is_layer(self, module: nn.Module) -> bool:
+        """Whether `module` may exchange rows; a frontend adds the layers that users wrote."""
+        return self.is_known(module)
 
     def _follower(self) -> FollowRows | None:
         return self.followed.next(self.model, self.comm, self.method)

@@ -168,7 +168,7 @@ class _Method(OutermostCall):
     def _computed(self, graphs: list[ShardedDGLGraph], args: Any, kwargs: Any) -> Any:
         with EmptyRows() if any(graph.lacks_rows for graph in graphs) else nullcontext():
             try:
-                return self.plain(*args, **kwargs)
+                return self.written(self.plain)(*args, **kwargs)
             except DGLError as error:
                 if "/src/" not in str(error):  # not from DGL's compiled library, so that it says what is wrong
                     raise

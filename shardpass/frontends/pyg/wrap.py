@@ -173,6 +173,9 @@ class _Method(OutermostCall):
     def is_known(self, module: nn.Module) -> bool:
         return _is_known(module) or super().is_known(module)
 
+    def is_layer(self, module: nn.Module) -> bool:
+        return isinstance(module, MessagePassing) or self.is_known(module)
+
     def called(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_part and (runs_as_it_is() or self.comm.forward is not None or not _has_graph((args, kwargs))):
             return self.alone(self._as_written, args, kwargs)
