@@ -162,8 +162,8 @@ AGAIN = Layers(*THREE, call=lambda conv, x, edge_index: (
     conv(x, edge_index) if conv.in_channels == FEATURES else checkpoint(conv, x, edge_index, use_reentrant=True)
 ))  # fmt: skip
 ALL_SAY = {
-    "other dtypes, which the ranks compare before the weights are applied": Mistake(
-        fault(double), ("Rank 0: float32 rows", "Rank 1: float64 rows", "same widths and dtypes")),
+    "other dtypes, for which one rank makes other weights": Mistake(
+        fault(double), ("the ranks are in different calls", "halo fetch", "depends on the rank or on its own data")),
     **{f"other features where the layer itself does not notice, {mode}": Mistake(
         fault(narrow),
         ("SGConv", "Rank 0: source 'x' float32 with [6] per row", "Rank 1: source 'x' float32 with [4] per row"),

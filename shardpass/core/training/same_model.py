@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardpass.core.ranks import Ranks, describe, digest, dtype_name, is_local
+from shardpass.core.ranks import Ranks, describe, digest, dtype_name, is_local, torch_private
 from shardpass.errors import DivergenceError
 
 LIBRARIES = frozenset("builtins torch torch_geometric dgl lightning pytorch_lightning shardpass".split())
@@ -74,13 +74,13 @@ def _state(model: nn.Module) -> list[Any]:
                 found += (name, type(value), value)
             elif isinstance(value, (tuple, list, int)) and _is_option(value, True):
                 found += (name, repr(value))
-        for tensors in (held["_parameters"], held["_buffers"]):
+        for tensors in (torch_private.parameters_of(module), torch_private.buffers_of(module)):
             found += [
                 (name, type(one), one.shape, one.dtype, one.requires_grad)
                 for name, one in tensors.items()
                 if one is not None
             ]
-        found.append([*held["_modules"]])
+        found.append([name for name, _ in torch_private.children_of(module).items()])
     return found
 
 
