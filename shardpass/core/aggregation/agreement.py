@@ -28,6 +28,7 @@ class Offer(NamedTuple):
         end_maps: fingerprint of the linear maps of rows of the ends inside the message function.
         out_edges: the serial number of its `OutEdges`, or -1.
         mix: fingerprint of the tensor with which scores are mixed.
+        sums: the serial number of its `PartialSums`, 0 where it has seen these edges before, or -1.
     """
 
     has_sums: int = 0
@@ -35,6 +36,7 @@ class Offer(NamedTuple):
     end_maps: int = 0
     out_edges: int = -1
     mix: int = 0
+    sums: int = -1
 
 
 class Agreed(NamedTuple):

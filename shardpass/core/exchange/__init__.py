@@ -3,6 +3,7 @@
 This room moves rows and gradients of rows between ranks. It does no mathematics on edges.
 """
 
+from shardpass.core.exchange.covers import can_cover, minimum_cover
 from shardpass.core.exchange.halo import HaloPlan, build_halo_plan, halo_plan_of, node_set
 from shardpass.core.exchange.packing import MESSAGE_BUFFER, Packing
 from shardpass.core.exchange.schedule import Schedule, Transfer
@@ -31,6 +32,7 @@ __all__ = [
     "WindowPool",
     "ask",
     "build_halo_plan",
+    "can_cover",
     "carry",
     "exchange_arrays",
     "exchange_rows",
@@ -39,6 +41,7 @@ __all__ = [
     "gather_halo",
     "halo_fetch",
     "halo_plan_of",
+    "minimum_cover",
     "node_set",
     "scatter_to_owners",
     "shares_all_rows",

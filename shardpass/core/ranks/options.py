@@ -43,6 +43,9 @@ class Options:
             weights). Each round copies its shard and the edge rows that go with it to the device, while the round
             before it is computed. Use it if the device is smaller than a part's edges. It excludes the modes
             ``"halo"`` and ``"auto"`` and ``backward="pull"``.
+        partial_sums: where fewer rows travel that way, the partial sum for a destination is sent in place of its
+            sources. This works for sums of plain copies between ranks that do not share memory. It takes SciPy. Sums
+            are made in another order, so numbers differ in the last digits.
         chunk_bytes: the most bytes of one temporary with a row per edge; edges are processed in chunks of that size.
     """
 
@@ -55,6 +58,7 @@ class Options:
     fuse_attention: bool = True
     backward: Backward = "auto"
     share_memory: bool = True
+    partial_sums: bool = True
     memory_budget: str | float | None = None
     stream_structure: bool = False
 
@@ -80,7 +84,7 @@ class Options:
             raise ValueError(f"block_rows is at least 1 or None, got {self.block_rows}")
         if self.wire_dtype not in (None, torch.bfloat16):
             raise ValueError(f"wire_dtype is torch.bfloat16 or None, got {self.wire_dtype}")
-        for name in ("cache_constant_inputs", "fuse_attention", "share_memory", "stream_structure"):
+        for name in ("cache_constant_inputs", "fuse_attention", "share_memory", "stream_structure", "partial_sums"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is True or False, got {getattr(self, name)!r}")
         if self.stream_structure and (self.mode not in ("sar", "keep") or self.backward == "pull"):

@@ -1,0 +1,229 @@
+"""Sums over edges with fewer rows on the wire: where that is fewer, the sum for a destination travels, not its sources.
+
+[Note: partial sums]
+The rows that a pair of ranks exchanges for a sum are a minimum vertex cover of their edges (`covers.py`). An edge whose
+source is not in the cover is summed by the source's owner. This is a call like any other, on another graph: its sources
+are those of the call and, behind them, the sums that this rank makes for others; where a sum arrives, one edge takes
+the place of those that it was made of. To make the sums is a function of own rows, with a derivative of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardpass.core.aggregation.agreement import Offer
+from shardpass.core.aggregation.call import Degrees
+from shardpass.core.exchange import HaloPlan, Schedule, can_cover, minimum_cover, shares_all_rows
+from shardpass.core.kernels import gather_sum, gather_sum_transposed
+from shardpass.core.ranks import agree, ordinary_tensors
+from shardpass.core.sharding import Block, EdgeShards, Shard, Transposes, build_shards, smallest_index_dtype
+from shardpass.core.tracing import Key, Program, Structure
+
+_WORTH = 0.95
+"""Partial sums are made where at most this part of the halo rows travels: they take time and memory too."""
+
+
+@dataclass(frozen=True, eq=False)
+class PartialSums:
+    """The call's graph, with sums for other ranks among its sources.
+
+    Args:
+        serial: number of the call in which all ranks made it together.
+        plan: its own source rows are those of the graph, then the sums.
+        edges: of that plan. Edge tensors have the rows of the graph's edges, then one for each sum that arrives.
+        sums: the edges from own source rows to the sums, ``num_dst`` of which there are.
+        num_rows: that travel, over all ranks.
+        is_worth_it: compared with the halo.
+    """
+
+    serial: int
+    plan: HaloPlan
+    edges: EdgeShards
+    sums: Shard
+    num_rows: int
+    is_worth_it: bool
+
+    def extended(self, rows: Tensor) -> Tensor:
+        """``[num_own_src, ...]`` with the sums behind them; differentiable any number of times."""
+        sums: Tensor = _Sums.apply(rows, self, False)
+        return torch.cat([rows, sums])
+
+
+class _Sums(torch.autograd.Function):
+    """The sums of own rows, or the adjoint of that."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, of: PartialSums, is_adjoint: bool) -> Tensor:
+        ctx.of, ctx.is_adjoint = of, is_adjoint
+        count = of.sums.block.num_rows if is_adjoint else of.sums.num_dst
+        out = rows.new_empty(count, *rows.shape[1:])
+        if is_adjoint:
+            transposes = of.plan.comm.caches.of(Transposes)
+            gather_sum_transposed(out, of.sums, transposes, rows.contiguous(), None, fresh=True)
+        else:
+            gather_sum(out, of.sums, rows.contiguous(), None, fresh=True)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _Sums.apply(grads[0], ctx.of, not ctx.is_adjoint), None, None
+
+
+class KnownSums:
+    """What is known of the partial sums of one edge list."""
+
+    is_seen = False
+    found: PartialSums | None = None
+
+    @property
+    def offer(self) -> int:
+        """What this rank tells others: the serial number, 0 of an edge list that it has seen, or -1."""
+        return self.found.serial if self.found is not None else 0 if self.is_seen and can_cover() else -1
+
+
+def choose_partial_sums(
+    plan: HaloPlan,
+    edges: EdgeShards,
+    program: Program,
+    structure: Structure,
+    gradients: frozenset[Key],
+    offers: list[Offer],
+    number: int,
+) -> PartialSums | None:
+    """The partial sums with which a call moves fewer rows, or `None`. Collective where ranks make them.
+
+    They are made for an edge list that comes a second time, since a sampled one does not.
+
+    Args:
+        program: with its tensors.
+        gradients: the inputs that need gradients on some rank.
+        offers: of every rank.
+        number: of the call.
+    """  # fmt: skip
+    if not _is_sum(plan, program, structure, gradients):
+        return None
+    known = plan.comm.caches.of(KnownSums, edges)
+    if known.found is None or any(offer.sums != known.found.serial for offer in offers):
+        known.is_seen = True
+        if any(offer.sums < 0 for offer in offers):
+            return None
+        with ordinary_tensors():
+            known.found = _build(plan, edges, number, f"call {number} {program.name}: partial sums")
+    return known.found if known.found.is_worth_it else None
+
+
+def _is_sum(plan: HaloPlan, program: Program, structure: Structure, gradients: frozenset[Key]) -> bool:
+    """Whether a call adds up copies of rows that others send, and needs gradients of them."""
+    options, sums = plan.options, [r for r in structure.reductions if r.form != "ones"]
+    if plan.comm.size == 1 or not options.partial_sums or options.stream_structure or options.backward == "pull":
+        return False
+    if structure.edge_output or structure.attention is not None or structure.max_depth or shares_all_rows(plan.comm):
+        return False
+    rows = [program.src[reduction.source] for reduction in sums if reduction.form == "copy" and reduction.op == "sum"]
+    are_wide = all(one.dtype in (torch.float32, torch.float64) for one in rows)
+    return bool(rows) and len(rows) == len(sums) and are_wide and any(key.side == "src" for key in gradients)
+
+
+@dataclass
+class _Pair:
+    """What travels to this rank from one other rank.
+
+    Args:
+        sources: which of the rows that this rank needs there, ``[num_needed]`` bool.
+        ends: the destination rows for which a sum travels, ascending.
+        degrees: of how many edges each sum is made.
+        columns: the sources of those edges, by their number among the needed rows.
+    """
+
+    sources: Tensor
+    ends: Tensor
+    degrees: Tensor
+    columns: Tensor
+    edges: tuple[Tensor, Tensor, Tensor]
+    """Number of the source among those that travel, destination, and place of the edges that are left."""
+
+
+def _build(plan: HaloPlan, edges: EdgeShards, serial: int, label: str) -> PartialSums:
+    comm, rank, num_own = plan.comm, plan.comm.rank, plan.num_own_src
+    pairs = [_pair(plan, edges, owner) for owner in range(comm.size)]
+    every = agree(comm, label, [n for pair in pairs for n in (int(pair.sources.sum()), pair.ends.numel())])
+    counts = [[row[2 * q] + row[2 * q + 1] for q in range(comm.size)] for row in every]
+    index = torch.int64
+    told = [torch.cat([p.sources.nonzero().view(-1), p.degrees, p.columns]).to(comm.device, index) for p in pairs]
+    asked = comm.all_to_all(told, label=label)
+    send_rows, degrees, columns, first = [], [], [], num_own
+    for peer, message in enumerate(asked):
+        num_sources, num_sums = every[peer][2 * rank : 2 * rank + 2]
+        rows_of_sums = torch.arange(first, first + num_sums, device=comm.device)
+        needed = plan.send_rows[peer]
+        send_rows.append(torch.cat([needed[message[:num_sources]], rows_of_sums]))
+        degrees.append(message[num_sources : num_sources + num_sums])
+        columns.append(needed[message[num_sources + num_sums :]])
+        first += num_sums
+    schedule = Schedule.ring(counts, plan.options.block_rows)
+    fewer = HaloPlan.over(comm, plan.options, schedule, first, plan.num_dst, send_rows)
+    fewer = replace(fewer, ends=plan.ends, edges=plan.edges, last_node=plan.last_node, relation=plan.relation)
+    shards = _edges(fewer, edges, pairs)
+    degrees_of_sums = torch.cat(degrees)
+    indptr = torch.zeros(degrees_of_sums.numel() + 1, dtype=torch.int64, device=comm.device)
+    torch.cumsum(degrees_of_sums, 0, out=indptr[1:])
+    rows = torch.cat(columns)
+    sums = Shard(
+        Block(rank, 0, num_own), indptr.to(smallest_index_dtype(rows.numel())),
+        rows.to(smallest_index_dtype(max(num_own, 1))), slice(0, 0),
+    )  # fmt: skip
+    known, mine = comm.caches.of(Degrees, shards), edges.degrees()
+    known.of_nodes, known.isolated = mine.to(smallest_index_dtype(edges.num_edges)), (mine == 0).unsqueeze(-1)
+    num_rows, of_halo = sum(map(sum, counts)), sum(map(sum, plan.schedule.counts))
+    return PartialSums(serial, fewer, shards, sums, num_rows, num_rows <= _WORTH * of_halo)
+
+
+def _pair(plan: HaloPlan, edges: EdgeShards, owner: int) -> _Pair:
+    """The cover of the edges from sources of `owner`, another rank, and what that means for them."""
+    first, stop = plan.halo_start[owner], plan.halo_start[owner + 1]
+    shards = [shard for shard in edges.shards if shard.block.owner == owner and owner != plan.comm.rank]
+    none = torch.zeros(0, dtype=torch.int64, device=plan.comm.device)
+    src = torch.cat([none, *(shard.src_rows.long() + (shard.block.start - first) for shard in shards)])
+    dst = torch.cat([none, *(shard.dst_rows() for shard in shards)])
+    places = torch.cat([none, *(_places(shard) for shard in shards)])
+    is_source = torch.zeros(stop - first, dtype=torch.bool)
+    if src.numel():
+        is_source, _ = minimum_cover(src, dst, stop - first, plan.num_dst)
+    is_source = is_source.to(plan.comm.device)
+    stays = is_source[src]
+    ends, of_edge = dst[~stays].unique(return_inverse=True)
+    order = of_edge.argsort(stable=True)
+    number = is_source.long().cumsum(0) - 1
+    left = number[src[stays]], dst[stays], places[stays]
+    return _Pair(is_source, ends, of_edge.bincount(minlength=ends.numel()), src[~stays][order], left)
+
+
+def _places(shard: Shard) -> Tensor:
+    places = shard.places(slice(0, shard.num_edges))
+    if isinstance(places, slice):
+        return torch.arange(places.start, places.stop, device=shard.src_rows.device)
+    return places.long()
+
+
+def _edges(plan: HaloPlan, edges: EdgeShards, pairs: list[_Pair]) -> EdgeShards:
+    """The edges of `plan`: those from own sources as they were, those that are left, and one for each sum."""
+    src, dst, places, last = [], [], [], edges.num_edges
+    halo = list(accumulate((0, *plan.schedule.counts[plan.comm.rank])))
+    for owner, pair in enumerate(pairs):
+        number, ends, of_left = pair.edges
+        start = plan.num_own_src + halo[owner]
+        num_sums, sources = pair.ends.numel(), int(pair.sources.sum())
+        src += [number + start, torch.arange(num_sums, device=ends.device) + (start + sources)]
+        dst += [ends, pair.ends]
+        places += [of_left, torch.arange(last, last + num_sums, device=ends.device)]
+        last += num_sums
+    at = torch.cat(places)
+    built = build_shards(torch.cat(src), torch.cat(dst), plan.blocks, plan.num_dst)
+    own = [replace(edges.shards[number], block=plan.blocks[0]) for number in edges.numbers(0)]
+    others = [replace(shard, rows=at[_places(shard)]) for shard in built.shards[1:]]
+    return EdgeShards((*own, *others), plan.num_dst, last, num_own=edges.num_own)
