@@ -28,7 +28,7 @@ class Offer(NamedTuple):
         end_maps: fingerprint of the linear maps of rows of the ends inside the message function.
         out_edges: the serial number of its `OutEdges`, or -1.
         mix: fingerprint of the tensor with which scores are mixed.
-        sums: the serial number of its `PartialSums`, 0 where it has seen these edges before, or -1.
+        sums, weights: the serial numbers of its `PartialSums` and of their weights, 0 of those seen before, or -1.
     """
 
     has_sums: int = 0
@@ -37,6 +37,7 @@ class Offer(NamedTuple):
     out_edges: int = -1
     mix: int = 0
     sums: int = -1
+    weights: int = -1
 
 
 class Agreed(NamedTuple):

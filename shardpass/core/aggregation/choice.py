@@ -11,7 +11,7 @@ from shardpass.core.aggregation.call import Call
 from shardpass.core.aggregation.constants import ConstantSums
 from shardpass.core.aggregation.ends_first import ends_mapped
 from shardpass.core.aggregation.linear_first import describe_map, transformed_first
-from shardpass.core.aggregation.partial_sums import KnownSums, choose_partial_sums
+from shardpass.core.aggregation.partial_sums import KnownSums, with_partial_sums
 from shardpass.core.aggregation.pull import choose_pull, known_out_edges, mix_of
 from shardpass.core.aggregation.widening import widened
 from shardpass.core.exchange import HaloPlan
@@ -40,8 +40,8 @@ class OwnOffer:
         serial = -1 if known is None else known.serial
         ends = digest(" ".join(one.describe() for one in structure.maps))
         has_sums, follows = int(self.sums is not None), digest(describe_map(self._weight))
-        sums = plan.comm.caches.of(KnownSums, edges).offer if plan.comm.size > 1 else -1
-        return Offer(has_sums, follows, ends, serial, mix_of(plan, structure), sums)
+        of_sums = plan.comm.caches.of(KnownSums, edges).offer(program, structure) if plan.comm.size > 1 else ()
+        return Offer(has_sums, follows, ends, serial, mix_of(plan, structure), *of_sums)
 
 
 @dataclass(frozen=True)
@@ -97,18 +97,15 @@ def choose_way(
             (program, structure, gradients), weight = first, None
     inputs, structure = widened(program, structure)
     wide = replace(program, src=inputs.src, dst=inputs.dst, edge=inputs.edge)
-    partial = choose_partial_sums(plan, edges, wide, structure, gradients, offers, number)
-    if partial is not None:
-        plan, edges = partial.plan, partial.edges
-        known = {id(rows): rows for rows in inputs.src.values()}
-        extended = {key: partial.extended(rows) for key, rows in known.items()}
-        inputs = replace(inputs, src={name: extended[id(rows)] for name, rows in inputs.src.items()})
-        wide = replace(wide, src=inputs.src)
+    fewer = with_partial_sums(Agreed(wide, structure, gradients, offers), plan, edges, number)
+    if fewer is not None:
+        plan, edges, inputs = fewer
+        wide = replace(wide, src=inputs.src, dst=inputs.dst, edge=inputs.edge)
     call = _call_of(wide, plan, edges, structure, number, gradients)
     call.given = {name: rows.dtype for name, rows in program.src.items()}
     if all(offer.has_sums for offer in offers):
         return Way(program, inputs, call, weight, only_scales, sums)
-    call.pull = None if partial is not None else choose_pull(call, wide, offers)
+    call.pull = choose_pull(call, wide, offers) if fewer is None else None
     return Way(program, inputs, call, weight, only_scales, None)
 
 

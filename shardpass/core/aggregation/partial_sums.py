@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardpass.core.aggregation.agreement import Offer
+from shardpass.core.aggregation.agreement import Agreed
 from shardpass.core.aggregation.call import Degrees
 from shardpass.core.exchange import HaloPlan, Schedule, can_cover, minimum_cover, shares_all_rows
 from shardpass.core.kernels import gather_sum, gather_sum_transposed
-from shardpass.core.ranks import agree, ordinary_tensors
+from shardpass.core.ranks import Known, agree, ordinary_tensors
 from shardpass.core.sharding import Block, EdgeShards, Shard, Transposes, build_shards, smallest_index_dtype
-from shardpass.core.tracing import Key, Program, Structure
+from shardpass.core.tracing import Key, Program, Sides, Structure
 
 _WORTH = 0.95
 """Partial sums are made where at most this part of the halo rows travels: they take time and memory too."""
@@ -37,6 +37,7 @@ class PartialSums:
         plan: its own source rows are those of the graph, then the sums.
         edges: of that plan. Edge tensors have the rows of the graph's edges, then one for each sum that arrives.
         sums: the edges from own source rows to the sums, ``num_dst`` of which there are.
+        asked: the places of the edges of this rank that each other rank sums, in its order.
         num_rows: that travel, over all ranks.
         is_worth_it: compared with the halo.
     """
@@ -45,88 +46,144 @@ class PartialSums:
     plan: HaloPlan
     edges: EdgeShards
     sums: Shard
+    asked: list[Tensor]
     num_rows: int
     is_worth_it: bool
 
-    def extended(self, rows: Tensor) -> Tensor:
-        """``[num_own_src, ...]`` with the sums behind them; differentiable any number of times."""
-        sums: Tensor = _Sums.apply(rows, self, False)
+    def extended(self, rows: Tensor, weights: Tensor | None) -> Tensor:
+        """``[num_own_src, ...]`` with the sums behind them; differentiable in `rows` any number of times.
+
+        Args:
+            weights: one number for each edge of the sums, or one per head; `None` for a plain sum.
+        """
+        sums: Tensor = _Sums.apply(rows, self, weights, False)
         return torch.cat([rows, sums])
+
+    def sent(self, weights: Tensor, serial: int, label: str) -> SentWeights:
+        """The weights of all edges of both calls, made of those of the graph's edges. Collective."""
+        heads = weights.reshape(len(weights), -1)
+        of_sums = torch.cat(self.plan.comm.all_to_all([heads[places] for places in self.asked], label=label))
+        ones = weights.new_ones(self.edges.num_edges - len(weights), *weights.shape[1:])
+        return SentWeights(serial, of_sums.view(-1) if heads.size(1) == 1 else of_sums, torch.cat([weights, ones]))
+
+
+@dataclass(frozen=True)
+class SentWeights:
+    """Weights of edges that do not change.
+
+    Args:
+        serial: number of the call in which they were sent, or 0 if they were not.
+        of_sums: of the edges of `PartialSums.sums`.
+        of_edges: of the edges of `PartialSums.edges`, where a sum that arrives counts once.
+    """
+
+    serial: int = 0
+    of_sums: Tensor | None = None
+    of_edges: Tensor | None = None
 
 
 class _Sums(torch.autograd.Function):
     """The sums of own rows, or the adjoint of that."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, of: PartialSums, is_adjoint: bool) -> Tensor:
-        ctx.of, ctx.is_adjoint = of, is_adjoint
+    def forward(ctx: Any, rows: Tensor, of: PartialSums, weights: Tensor | None, is_adjoint: bool) -> Tensor:
+        ctx.of, ctx.weights, ctx.is_adjoint = of, weights, is_adjoint
         count = of.sums.block.num_rows if is_adjoint else of.sums.num_dst
         out = rows.new_empty(count, *rows.shape[1:])
         if is_adjoint:
             transposes = of.plan.comm.caches.of(Transposes)
-            gather_sum_transposed(out, of.sums, transposes, rows.contiguous(), None, fresh=True)
+            gather_sum_transposed(out, of.sums, transposes, rows.contiguous(), weights, fresh=True)
         else:
-            gather_sum(out, of.sums, rows.contiguous(), None, fresh=True)
+            gather_sum(out, of.sums, rows.contiguous(), weights, fresh=True)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _Sums.apply(grads[0], ctx.of, not ctx.is_adjoint), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Sums.apply(grads[0], ctx.of, ctx.weights, not ctx.is_adjoint), None, None, None
 
 
 class KnownSums:
     """What is known of the partial sums of one edge list."""
 
-    is_seen = False
-    found: PartialSums | None = None
+    def __init__(self) -> None:
+        self.is_seen = False
+        self.found: PartialSums | None = None
+        self.weights: Known[SentWeights] = Known()
 
-    @property
-    def offer(self) -> int:
-        """What this rank tells others: the serial number, 0 of an edge list that it has seen, or -1."""
-        return self.found.serial if self.found is not None else 0 if self.is_seen and can_cover() else -1
+    def offer(self, program: Program, structure: Structure) -> tuple[int, int]:
+        """What this rank tells others: the serial numbers of sums and of weights, 0 for what it has seen, or -1."""
+        mine = self.found.serial if self.found is not None else 0 if self.is_seen and can_cover() else -1
+        weights = _weights(program, structure)
+        sent = self.weights.find(None, weights) if weights and mine > 0 else None
+        return mine, -1 if sent is None else sent.serial
 
 
-def choose_partial_sums(
-    plan: HaloPlan,
-    edges: EdgeShards,
-    program: Program,
-    structure: Structure,
-    gradients: frozenset[Key],
-    offers: list[Offer],
-    number: int,
-) -> PartialSums | None:
-    """The partial sums with which a call moves fewer rows, or `None`. Collective where ranks make them.
+def with_partial_sums(
+    agreed: Agreed, plan: HaloPlan, edges: EdgeShards, number: int
+) -> tuple[HaloPlan, EdgeShards, Sides] | None:
+    """The graph and the inputs with which a call moves fewer rows, or `None`. Collective where ranks make sums.
 
-    They are made for an edge list that comes a second time, since a sampled one does not.
+    Sums are made for an edge list that comes a second time, since a sampled one does not, and for weights that do.
 
     Args:
-        program: with its tensors.
-        gradients: the inputs that need gradients on some rank.
-        offers: of every rank.
+        agreed: with the tensors of the call, as wide as it computes.
         number: of the call.
-    """  # fmt: skip
+    """
+    program, structure, gradients, offers = agreed
     if not _is_sum(plan, program, structure, gradients):
         return None
-    known = plan.comm.caches.of(KnownSums, edges)
+    known, label = plan.comm.caches.of(KnownSums, edges), f"call {number} {program.name}: partial sums"
     if known.found is None or any(offer.sums != known.found.serial for offer in offers):
         known.is_seen = True
         if any(offer.sums < 0 for offer in offers):
             return None
         with ordinary_tensors():
-            known.found = _build(plan, edges, number, f"call {number} {program.name}: partial sums")
-    return known.found if known.found.is_worth_it else None
+            known.found = _build(plan, edges, number, label)
+    sums = known.found if known.found.is_worth_it else None
+    sent = None if sums is None else _sent_weights(sums, known.weights, _weights(program, structure), agreed, number)
+    if sums is None or sent is None:
+        return None
+    name = next((reduction.weight for reduction in structure.reductions if reduction.form == "scale"), "")
+    extended = {id(rows): sums.extended(rows, sent.of_sums) for rows in program.src.values()}
+    src = {source: extended[id(rows)] for source, rows in program.src.items()}
+    edge = program.edge if sent.of_edges is None else {**program.edge, name: sent.of_edges}
+    return sums.plan, sums.edges, Sides(src, program.dst, edge)
+
+
+def _weights(program: Program, structure: Structure) -> list[Tensor]:
+    """The weights of weighted sums; `_is_sum` has no call with several."""
+    return [program.edge[reduction.weight] for reduction in structure.reductions if reduction.form == "scale"]
+
+
+def _sent_weights(
+    sums: PartialSums, known: Known[SentWeights], weights: list[Tensor], agreed: Agreed, number: int
+) -> SentWeights | None:
+    """The weights of the edges that others sum; `None` if they may change. Collective if they are sent."""
+    if not weights:
+        return SentWeights()
+    sent, offers = known.find(None, weights), agreed.offers
+    if sent is None or not sent.serial or any(offer.weights != sent.serial for offer in offers):
+        sent = SentWeights()
+        if all(offer.weights >= 0 for offer in offers):
+            with ordinary_tensors():
+                sent = sums.sent(weights[0].detach(), number, f"call {number} {agreed.program.name}: weights")
+        known.keep(None, weights, sent)
+    return sent if sent.serial else None
 
 
 def _is_sum(plan: HaloPlan, program: Program, structure: Structure, gradients: frozenset[Key]) -> bool:
-    """Whether a call adds up copies of rows that others send, and needs gradients of them."""
+    """Whether a call adds up rows that others send, by constant weights if any, and needs gradients of them."""
     options, sums = plan.options, [r for r in structure.reductions if r.form != "ones"]
     if plan.comm.size == 1 or not options.partial_sums or options.stream_structure or options.backward == "pull":
         return False
     if structure.edge_output or structure.attention is not None or structure.max_depth or shares_all_rows(plan.comm):
         return False
-    rows = [program.src[reduction.source] for reduction in sums if reduction.form == "copy" and reduction.op == "sum"]
-    are_wide = all(one.dtype in (torch.float32, torch.float64) for one in rows)
-    return bool(rows) and len(rows) == len(sums) and are_wide and any(key.side == "src" for key in gradients)
+    if any(reduction.op != "sum" or reduction.form not in ("copy", "scale") for reduction in sums):
+        return False
+    are_alike = len(sums) == 1 if any(reduction.form == "scale" for reduction in sums) else bool(sums)
+    are_wide = all(rows.dtype in (torch.float32, torch.float64) for rows in program.src.values())
+    sides = {key.side for key in gradients}
+    return are_alike and are_wide and "src" in sides and "edge" not in sides
 
 
 @dataclass
@@ -138,14 +195,16 @@ class _Pair:
         ends: the destination rows for which a sum travels, ascending.
         degrees: of how many edges each sum is made.
         columns: the sources of those edges, by their number among the needed rows.
+        asked: the places of those edges.
+        edges: the number of the source among those that travel, destination, and place of the edges that are left.
     """
 
     sources: Tensor
     ends: Tensor
     degrees: Tensor
     columns: Tensor
+    asked: Tensor
     edges: tuple[Tensor, Tensor, Tensor]
-    """Number of the source among those that travel, destination, and place of the edges that are left."""
 
 
 def _build(plan: HaloPlan, edges: EdgeShards, serial: int, label: str) -> PartialSums:
@@ -180,7 +239,8 @@ def _build(plan: HaloPlan, edges: EdgeShards, serial: int, label: str) -> Partia
     known, mine = comm.caches.of(Degrees, shards), edges.degrees()
     known.of_nodes, known.isolated = mine.to(smallest_index_dtype(edges.num_edges)), (mine == 0).unsqueeze(-1)
     num_rows, of_halo = sum(map(sum, counts)), sum(map(sum, plan.schedule.counts))
-    return PartialSums(serial, fewer, shards, sums, num_rows, num_rows <= _WORTH * of_halo)
+    asked = [pair.asked for pair in pairs]
+    return PartialSums(serial, fewer, shards, sums, asked, num_rows, num_rows <= _WORTH * of_halo)
 
 
 def _pair(plan: HaloPlan, edges: EdgeShards, owner: int) -> _Pair:
@@ -200,7 +260,8 @@ def _pair(plan: HaloPlan, edges: EdgeShards, owner: int) -> _Pair:
     order = of_edge.argsort(stable=True)
     number = is_source.long().cumsum(0) - 1
     left = number[src[stays]], dst[stays], places[stays]
-    return _Pair(is_source, ends, of_edge.bincount(minlength=ends.numel()), src[~stays][order], left)
+    degrees = of_edge.bincount(minlength=ends.numel())
+    return _Pair(is_source, ends, degrees, src[~stays][order], places[~stays][order], left)
 
 
 def _places(shard: Shard) -> Tensor:
