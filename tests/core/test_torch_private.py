@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import importlib
 import re
 from pathlib import Path
 
@@ -300,3 +301,14 @@ def test_no_other_file_uses_such_names():
         if PRIVATE.search(line)
     }
     assert not found, "use, or add to, shardpass/core/ranks/torch_private.py:\n" + "\n".join(sorted(found))
+
+
+def test_blocks_without_a_compiler_may_overlap():
+    stance = importlib.import_module("torch._dynamo.eval_frame")
+    first, second = torch_private.uncompiled(), torch_private.uncompiled()
+    first.__enter__()
+    second.__enter__()
+    assert stance._stance.stance == "force_eager"
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert stance._stance.stance == "default"

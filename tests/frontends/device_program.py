@@ -71,7 +71,7 @@ def compare(comm: Any, kind: str, store: str, mode: str, names: Sequence[str]) -
                 copies |= {
                     f"{name}: {c}"
                     for c in fake.CROSSINGS
-                    if c.num_elements > FEW and not any(file in c.line for file in ALLOWED)
+                    if c.waits and c.num_elements > FEW and not any(file in c.line for file in ALLOWED)
                 }
         pairs = [(out, whole.output[ids.cpu()])]
         for field, tensor in inputs.items():

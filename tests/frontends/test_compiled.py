@@ -18,6 +18,13 @@ from .compiled_models import CASES, LEFT_ALONE, Unrolled, compare
 from .on_ranks import share
 from .pyg_cases import GRAPH
 
+
+@pytest.fixture(autouse=True)
+def _nothing_is_compiled() -> None:
+    """What other tests had compiled counts towards how often torch compiles the same code."""
+    torch._dynamo.reset()
+
+
 SOME = ["unrolled GATConv", "parts", "reads edges", "GraphSAGE", "EdgeCNN with BatchNorm"]
 
 

@@ -72,7 +72,9 @@ def mix_of(plan: HaloPlan, structure: Structure) -> int:
     if form is None or form.mix is None or not structure.captures:  # no gradients
         return 0
     found = structure.captures[form.mix]
-    if is_parameter(found) and not is_local(found):  # which ranks have compared, without waiting for a device
+    if (
+        found.device.type != "cpu" and is_parameter(found) and not is_local(found)
+    ):  # which ranks have compared, without waiting for a device
         return 0
     return digest(repr(structure.mix.tolist()))
 

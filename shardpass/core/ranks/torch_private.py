@@ -319,11 +319,18 @@ def on_deepcopy(module: torch.fx.GraphModule, hook: Callable[[nn.Module], Any]) 
     module._register_deepcopy_hook(hook)
 
 
-def uncompiled() -> AbstractContextManager[Any]:
+@contextmanager
+def uncompiled() -> Iterator[None]:
     """A block in which what `torch.compile` has compiled runs as it was written."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to import it takes a second
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
+    if (frames := sys.modules.get("torch._dynamo.eval_frame")) is None:  # to import it takes a second
+        yield
+        return
+    before = frames._stance.stance
+    torch.compiler.set_stance("force_eager")  # for all threads, so that another rank's block may be what is found here
+    try:
+        yield
+    finally:
+        torch.compiler.set_stance("default" if before == "force_eager" else before)
 
 
 def not_compiled(function: Function) -> Function:
