@@ -24,8 +24,8 @@ from shardpass.core.ranks import Known, agree, ordinary_tensors
 from shardpass.core.sharding import Block, EdgeShards, Shard, Transposes, build_shards, smallest_index_dtype
 from shardpass.core.tracing import Key, Program, Sides, Structure
 
-_WORTH = 0.95
-"""Partial sums are made where at most this part of the halo rows travels: they take time and memory too."""
+_OF_HALO, _OF_OWN = 0.05, 0.05
+"""Partial sums are made where they save at least these parts of the halo rows and of all rows, which they copy."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,7 +210,7 @@ class _Pair:
 def _build(plan: HaloPlan, edges: EdgeShards, serial: int, label: str) -> PartialSums:
     comm, rank, num_own = plan.comm, plan.comm.rank, plan.num_own_src
     pairs = [_pair(plan, edges, owner) for owner in range(comm.size)]
-    every = agree(comm, label, [n for pair in pairs for n in (int(pair.sources.sum()), pair.ends.numel())])
+    every = agree(comm, label, [n for pair in pairs for n in (int(pair.sources.sum()), pair.ends.numel())] + [num_own])
     counts = [[row[2 * q] + row[2 * q + 1] for q in range(comm.size)] for row in every]
     index = torch.int64
     told = [torch.cat([p.sources.nonzero().view(-1), p.degrees, p.columns]).to(comm.device, index) for p in pairs]
@@ -239,8 +239,9 @@ def _build(plan: HaloPlan, edges: EdgeShards, serial: int, label: str) -> Partia
     known, mine = comm.caches.of(Degrees, shards), edges.degrees()
     known.of_nodes, known.isolated = mine.to(smallest_index_dtype(edges.num_edges)), (mine == 0).unsqueeze(-1)
     num_rows, of_halo = sum(map(sum, counts)), sum(map(sum, plan.schedule.counts))
+    is_worth_it = of_halo - num_rows >= max(_OF_HALO * of_halo, _OF_OWN * sum(row[-1] for row in every))
     asked = [pair.asked for pair in pairs]
-    return PartialSums(serial, fewer, shards, sums, asked, num_rows, num_rows <= _WORTH * of_halo)
+    return PartialSums(serial, fewer, shards, sums, asked, num_rows, is_worth_it)
 
 
 def _pair(plan: HaloPlan, edges: EdgeShards, owner: int) -> _Pair:
