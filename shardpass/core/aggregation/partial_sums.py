@@ -61,7 +61,7 @@ class PartialSums:
 
     def sent(self, weights: Tensor, serial: int, label: str) -> SentWeights:
         """The weights of all edges of both calls, made of those of the graph's edges. Collective."""
-        heads = weights.reshape(len(weights), -1)
+        heads = weights.reshape(len(weights), weights.shape[1:].numel())
         of_sums = torch.cat(self.plan.comm.all_to_all([heads[places] for places in self.asked], label=label))
         ones = weights.new_ones(self.edges.num_edges - len(weights), *weights.shape[1:])
         return SentWeights(serial, of_sums.view(-1) if heads.size(1) == 1 else of_sums, torch.cat([weights, ones]))

@@ -1,0 +1,238 @@
+"""Sums of which partial sums travel: exact, the same from run to run, and as few rows as the covers have."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch_geometric.nn as gnn
+from torch import Tensor, nn
+
+import shardpass as sp
+from shardpass.core.aggregation import partial_sums
+from shardpass.core.exchange import minimum_cover
+from shardpass.testing import WholeGraph, awkward_graph, cotangent, evaluate_whole, run, shard_in_memory
+
+from .how_much import owners_of
+from .on_ranks import share
+
+pytest.importorskip("scipy")
+WIDTH = 4
+STEPS = 6  # sums and weights are sent from the second or third on, and a followed step makes weights anew
+
+
+def graph_with_hubs() -> WholeGraph:
+    """Ten hubs send to many nodes and take from many, so that covers are far smaller than halos."""
+    generator = torch.Generator().manual_seed(3)
+    hubs = torch.randint(0, 10, (2, 150), generator=generator)
+    others = torch.randint(10, 80, (2, 150), generator=generator)
+    edges = torch.cat([torch.stack([hubs[0], others[0]]), torch.stack([others[1], hubs[1]])], 1)
+    x = torch.randn(80, WIDTH, dtype=torch.float64, generator=generator)
+    return WholeGraph(80, edges, {"x": x}, {"w": torch.rand(300, dtype=torch.float64, generator=generator)})
+
+
+class Layers(nn.Module):
+    def __init__(self, *convs: nn.Module, weighted: bool = False) -> None:
+        super().__init__()
+        self.convs, self.weighted = nn.ModuleList(convs), weighted
+
+    def forward(self, x: Tensor, edge_index: Any, w: Tensor) -> Tensor:
+        for conv in self.convs:
+            x = (conv(x, edge_index, w) if self.weighted else conv(x, edge_index)).tanh()
+        return x
+
+
+MODELS = {
+    "SAGE": lambda: Layers(gnn.SAGEConv(WIDTH, WIDTH), gnn.SAGEConv(WIDTH, 3)),
+    "GIN": lambda: Layers(gnn.GINConv(nn.Linear(WIDTH, 3)), gnn.SimpleConv("sum")),
+    "GCN": lambda: Layers(gnn.GCNConv(WIDTH, WIDTH), gnn.GCNConv(WIDTH, 3)),
+    "APPNP": lambda: Layers(gnn.APPNP(3, 0.1)),
+    "weighted": lambda: Layers(gnn.GraphConv(WIDTH, 3), gnn.GraphConv(3, 3), weighted=True),
+}
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The partial sums of all ranks."""
+    found: list[Any] = []
+    build = partial_sums._build
+    monkeypatch.setattr(partial_sums, "_build", lambda *args: found.append(build(*args)) or found[-1])
+    return found
+
+
+def train(
+    comm: Any, whole: WholeGraph, name: str, expected: Any, options: sp.Options
+) -> tuple[float, list[int], Tensor]:
+    """The largest error of all steps, the bytes that each has sent, and the last gradients."""
+    graph = share(whole, comm, **vars(options))
+    torch.manual_seed(0)
+    model, errors, sent = sp.pyg.wrap(MODELS[name]().double(), comm), [0.0], []
+    for _ in range(STEPS):
+        model.zero_grad()
+        x, before = graph.x.detach().clone().requires_grad_(), comm.bytes_sent
+        out = model(x, graph.edge_index, graph.w)
+        (out * cotangent(expected.output)[graph.node_ids]).sum().backward()
+        sent.append(comm.bytes_sent - before)
+        pairs = [(out, expected.output[graph.node_ids]), (x.grad, expected.inputs["x"][graph.node_ids])]
+        pairs += [(p.grad, expected.parameters[key]) for key, p in model.named_parameters()]
+        errors += [float((one - other).detach().abs().max()) for one, other in pairs if other.numel()]
+    return max(errors), sent, x.grad
+
+
+def of_whole(whole: WholeGraph, name: str) -> Any:
+    torch.manual_seed(0)
+    return evaluate_whole(
+        MODELS[name]().double(), whole, lambda m, i, g: m(i["x"], getattr(g, "edge_index", g), i["w"])
+    )
+
+
+@pytest.mark.parametrize("mode", ["sar", "keep", "halo"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_exact(name: str, mode: Any, made: list[Any]) -> None:
+    whole = graph_with_hubs()
+    expected = of_whole(whole, name)
+    ranks = {"sar": 3, "keep": 2, "halo": 5}[mode]
+    blocks = {"sar": None, "keep": 2, "halo": None}[mode]
+    options = sp.Options(mode=mode, share_memory=False, block_rows=blocks)
+    for error, _, _ in run(lambda comm: train(comm, whole, name, expected, options), ranks):
+        assert error < 1e-12
+    assert made and all(one.is_worth_it for one in made)
+
+
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.parametrize("backend", ["processes", "mpi"])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_processes_are_exact(ranks: int, backend: Any) -> None:
+    whole = graph_with_hubs()
+    for name in MODELS:
+        expected = of_whole(whole, name)
+        for error, *_ in run(train, ranks, backend, args=(whole, name, expected, sp.Options(share_memory=False))):
+            assert error < 1e-12
+
+
+@pytest.mark.parametrize("name", ["SAGE", "GCN"])
+def test_bytes_are_those_of_the_covers(name: str) -> None:
+    """What a step sends beside rows is the same with and without; rows have `WIDTH` or 3 numbers, both ways."""
+    whole, ranks = graph_with_hubs(), 3
+    expected = of_whole(whole, name)
+
+    def bytes_of(partial: bool) -> int:
+        options = sp.Options(share_memory=False, partial_sums=partial, cache_constant_inputs=False, backward="push")
+        return sum(sent[-1] for _, sent, _ in run(lambda comm: train(comm, whole, name, expected, options), ranks))
+
+    owners = owners_of(whole, ranks)["random"]
+    src, dst = whole.edge_index
+    halo = fewer = 0
+    for q in range(ranks):
+        for p in range(ranks):
+            between = (owners[src] == q) & (owners[dst] == p)
+            if p != q:
+                halo += src[between].unique().numel()
+                fewer += sum(int(one.sum()) for one in minimum_cover(src[between], dst[between], 80, 80))
+    saved = bytes_of(False) - bytes_of(True)
+    assert fewer < 0.7 * halo
+    assert saved == (halo - fewer) * (WIDTH + 3) * 2 * 8
+
+
+def test_runs_give_the_same_bits() -> None:
+    whole = graph_with_hubs()
+    expected, options = of_whole(whole, "GCN"), sp.Options(share_memory=False)
+    first, second = (run(lambda comm: train(comm, whole, "GCN", expected, options), 3) for _ in range(2))
+    assert all(torch.equal(one[2], other[2]) for one, other in zip(first, second))
+
+
+@pytest.mark.parametrize("owners", ["random", "one rank has all", "a rank without nodes"])
+def test_awkward_graphs(owners: str) -> None:
+    whole = awkward_graph(channels=WIDTH)
+    whole.edge["w"] = torch.rand(whole.edge_index.size(1), dtype=torch.float64)
+    place = torch.arange(whole.num_nodes) % {"random": 4, "one rank has all": 1, "a rank without nodes": 3}[owners]
+    for name in ("SAGE", "weighted"):
+        expected = of_whole(whole, name)
+
+        def work(comm: Any, name: str = name, expected: Any = expected) -> float:
+            graph = shard_in_memory(whole, place, comm, sp.Options(share_memory=False))
+            torch.manual_seed(0)
+            model = sp.pyg.wrap(MODELS[name]().double(), comm)
+            for _ in range(4):
+                out = model(graph.x.clone().requires_grad_(), graph.edge_index, graph.w)
+                out.sum().backward()
+            return float((out - expected.output[graph.node_ids]).abs().max()) if len(out) else 0.0
+
+        assert max(run(work, 4)) < 1e-12
+
+
+@pytest.mark.parametrize("write", ["in place", "data", "another"])
+def test_weights_that_change_are_seen(write: str, made: list[Any]) -> None:
+    whole = graph_with_hubs()
+    torch.manual_seed(0)
+    plain = MODELS["weighted"]().double()
+
+    def work(comm: Any) -> list[float]:
+        graph = share(whole, comm, share_memory=False)
+        model, found, w = sp.pyg.wrap(copy.deepcopy(plain), comm), [], graph.w.clone()
+        for step in range(8):
+            if step == 5:
+                changed = w * 0.5 + 1
+                if write == "another":
+                    w = changed
+                else:
+                    (w if write == "in place" else w.data).copy_(changed)
+            out = model(graph.x.clone().requires_grad_(), graph.edge_index, w)
+            out.sum().backward()
+            every = torch.empty(whole.edge_index.size(1), dtype=torch.float64)
+            parts = comm.all_gather(torch.stack([graph.edge_ids.double(), w.detach()], 1))
+            for part in parts:
+                every[part[:, 0].long()] = part[:, 1]
+            expected = plain(whole.node["x"], whole.edge_index, every)[graph.node_ids]
+            found.append(float((out - expected).detach().abs().max()))
+        return found
+
+    assert all(max(found) < 1e-12 for found in run(work, 3))
+    assert made
+
+
+def test_gradients_of_gradients() -> None:
+    whole = graph_with_hubs()
+    expected = of_whole(whole, "GCN")
+    torch.manual_seed(0)
+    plain = MODELS["GCN"]().double()
+
+    def second(model: nn.Module, x: Tensor, edges: Any, w: Tensor) -> Tensor:
+        out = model(x, edges, w)
+        (grad,) = torch.autograd.grad((out * out).sum(), x, create_graph=True)
+        return grad
+
+    x = whole.node["x"].clone().requires_grad_()
+    second(plain, x, whole.edge_index, whole.edge["w"]).square().sum().backward()
+
+    def work(comm: Any) -> float:
+        graph = share(whole, comm, share_memory=False)
+        model = sp.pyg.wrap(copy.deepcopy(plain), comm)
+        for _ in range(4):
+            mine = graph.x.detach().clone().requires_grad_()
+            second(model, mine, graph.edge_index, graph.w).square().sum().backward()
+        return float((mine.grad - x.grad[graph.node_ids]).abs().max() / x.grad.abs().max())
+
+    assert max(run(work, 3)) < 1e-12
+    assert expected.output.numel()
+
+
+def test_what_is_not_a_sum_of_rows_goes_as_before(made: list[Any]) -> None:
+    whole = graph_with_hubs()
+
+    def work(comm: Any) -> None:
+        graph = share(whole, comm, share_memory=False)
+        convs = (
+            gnn.GATConv(WIDTH, WIDTH),
+            gnn.SAGEConv(WIDTH, WIDTH, aggr="max"),
+            gnn.EdgeConv(nn.Linear(2 * WIDTH, WIDTH)),
+        )
+        model = sp.pyg.wrap(Layers(*convs).double(), comm)
+        for _ in range(4):
+            model(graph.x.clone().requires_grad_(), graph.edge_index, graph.w).sum().backward()
+
+    run(work, 2)
+    assert made == []
