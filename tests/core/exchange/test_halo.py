@@ -93,6 +93,9 @@ def test_what_a_model_is_told_of_the_rows(comm):
     edges = plan.edge_set(7)
     assert edges.is_of_edges and edges == plan.edge_set(7) and edges.goes_with(plan.edge_set(7))
     assert not edges.goes_with(plan.edge_set(8)) and not edges.goes_with(typed.edge_set(7)), "of another graph"
+    own = replace(plan, edges=(7, 20))
+    assert own.edge_set(7).total == 20 and own.edge_set(8).total is None, "others than those of the graph"
+    assert plan.edge_set(2).total == 4 and replace(plan, edges=None).edge_set(2).total is None
 
 
 def test_counts_that_do_not_agree_are_our_defect():

@@ -10,6 +10,7 @@ import torch
 from four_ranks import SOURCES, numbering, plan_of, return_all
 
 from shardpass.backends import RecordingCommunicator
+from shardpass.core.dryrun.tracker import MemoryTracker
 from shardpass.core.exchange import GradientReturn, Packing, WalkId, fetch_blocks, walk
 from shardpass.core.exchange.packing import message_buffer
 from shardpass.core.ranks import Ranks
@@ -290,8 +291,18 @@ def test_packing_converts_float32_rows_alone():
         assert torch.equal(found[1], wanted[1]) and torch.equal(found[2], wanted[2])
 
 
+def test_what_a_row_is_in_words():
+    assert Packing([torch.ones(3, 2), torch.ones(3).long()], torch.bfloat16).describe() == "bfloat16 [2], int64 []"
+
+
 def test_messages_are_on_the_device_of_the_ranks():
     assert message_buffer(8, torch.device("meta")).device.type == "meta"
+
+
+def test_the_planner_tells_memory_for_messages_from_other_memory():
+    with MemoryTracker() as tracker:
+        kept = torch.empty(8), message_buffer(8, torch.device("cpu"))
+    assert [storage.is_message for storage in tracker.storages] == [False, True] and len(kept) == 2
 
 
 def test_tags_differ():

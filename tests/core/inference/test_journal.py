@@ -6,8 +6,12 @@ import shutil
 import pytest
 import torch
 
+from shardpass import connect
 from shardpass.backends import RecordingCommunicator
+from shardpass.core.inference import row_sources
+from shardpass.core.inference.deferred import Deferral, DeferredRows, whole
 from shardpass.core.inference.journal import Journal
+from shardpass.core.inference.row_sources import StoredRows
 from shardpass.core.ranks import Ranks
 from shardpass.errors import RefusedError
 from shardpass.testing import run
@@ -92,6 +96,15 @@ def test_what_lies_on_the_disk_and_what_ranks_agree_on(tmp_path):
     assert json.loads((tmp_path / "rank-1" / "journal.json").read_text()) == {"fingerprint": "a", "ranks": 2}
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_rank_says_that_results_of_an_earlier_run_are_used(ranks, tmp_path):
+    with pytest.warns(UserWarning) as told:
+        run(lambda comm: forward(comm, tmp_path, "a"), ranks)
+        run(lambda comm: forward(comm, tmp_path, "a"), ranks)
+    (words,) = [str(warning.message) for warning in told]
+    assert words.startswith(f"'{tmp_path}': an earlier run did not come to its end, and the results of its first 3 ca")
+
+
 def test_calls_with_several_results_and_calls_that_are_refused_at_first(tmp_path):
     """A caller that is refused may know another way, which is the same call."""
 
@@ -140,3 +153,36 @@ def test_each_call_is_told_and_a_removed_journal_leaves_nothing(tmp_path):
 
     run(work, 2)
     assert told == ["first", "second"] and not folder.exists()
+
+
+TABLE = torch.arange(2000.0).view(1000, 2)  # eight blocks
+
+
+@torch.no_grad()
+def test_deferred_results_stay_in_their_files_until_the_forward_begins_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(row_sources, "_BLOCK_BYTES", 1000)
+    monkeypatch.setattr(row_sources, "hold", None)  # which would make rows as a whole, before they are written
+    comm, ones = connect("local"), (torch.Tensor.new_full, (TABLE, (1000, 2)), {"fill_value": 1.0})
+
+    def calls(journal):
+        first = journal.result("first", lambda: journal.filled(*ones) * 3)
+        return first, *journal.result("second", lambda: (journal.deferred([TABLE])[0] + 1, TABLE))
+
+    for deferral in (Deferral(), Deferral(), None):  # the first computes, the others read
+        journal = Journal(tmp_path, comm, "a", deferral=deferral)
+        found = calls(journal)
+        assert all(map(torch.equal, map(whole, found), (torch.full_like(TABLE, 3), TABLE + 1, TABLE)))
+        assert deferral is None or all(isinstance(rows.rows, StoredRows) for rows in found)
+        assert deferral is None or isinstance(journal.deferred([TABLE])[0], DeferredRows)
+        journal.begin_again()
+        assert {type(rows) for rows in calls(journal)} == {torch.Tensor}
+        assert journal.deferred([TABLE])[0] is TABLE and torch.equal(journal.filled(*ones), torch.ones(1000, 2))
+
+
+@pytest.mark.parametrize("deferral", [None, Deferral()], ids=["in memory", "deferred"])
+def test_results_are_read_to_the_device_of_the_ranks(deferral, tmp_path):
+    comm = connect("local")
+    Journal(tmp_path, comm, "a").result("call", lambda: TABLE)
+    comm.inner.device = torch.device("meta")
+    found = Journal(tmp_path, comm, "a", deferral=deferral).result("call", lambda: TABLE)
+    assert found.device == comm.device and found.shape == TABLE.shape
