@@ -1,14 +1,16 @@
 """Files of which every byte is verified: what is written comes back or is refused, and nothing else is touched."""
 
+import errno
 import os
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
-from shardpass.core.ranks import tensor_digest
+from shardpass.core.ranks import Blocks, TensorInfo, header_of, places_in, tensor_digest
 from shardpass.core.training import read_verified, write_verified
+from shardpass.errors import InternalError
 from shardpass.testing import LiveBytes
 
 TEXT = '{"epoch": 3, "name": "Grüße"}'
@@ -49,6 +51,28 @@ def test_a_tensor_is_not_copied_to_be_written(tmp_path):
     with LiveBytes() as live:
         write_verified(tmp_path / "a", {"rows": rows, "part": rows[500:]})
     assert live.peak == rows.nbytes
+
+
+def test_rows_are_written_block_by_block(tmp_path):
+    rows = torch.arange(12.0).view(6, 2)
+    write_verified(tmp_path / "a", {"rows": Blocks(rows.dtype, (6, 2), iter(rows.split(4)))}, TEXT)
+    write_verified(tmp_path / "b", {"rows": rows}, TEXT)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    with pytest.raises(InternalError, match=r"tmp: wrote 32 bytes of 'rows', announced 48$"):
+        write_verified(tmp_path / "c", {"rows": Blocks(rows.dtype, (6, 2), [rows[:4]])})
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("length", range(8))
+def test_the_header_is_that_of_the_library(length):
+    """Tensors begin at multiples of their items, whatever the length of the header."""
+    flags = "flags" + "s" * length
+    tensors = {flags: torch.ones(3).bool(), "wide": torch.ones(2, 1).double()}
+    header, size = header_of({name: Blocks.of(tensor) for name, tensor in tensors.items()}, {"text": "t"})
+    saved = save(tensors, {"text": "t"})
+    assert saved.startswith(header) and size == len(saved) and len(header) % 8 == 0
+    wide, bits = TensorInfo(torch.float64, (2, 1)), TensorInfo(torch.bool, (3,))
+    assert places_in(header) == {"wide": (wide, len(header)), flags: (bits, len(header) + 16)}
 
 
 def test_the_file_is_that_of_earlier_releases(tmp_path):
@@ -135,6 +159,17 @@ def test_a_failed_write_leaves_what_was_there(fails, tmp_path, monkeypatch):
         with pytest.raises(OSError, match="no space left"):
             write_verified(tmp_path / "a", {"rows": torch.ones(1)}, "new")
     assert os.listdir(tmp_path) == ["a"] and read_verified(tmp_path / "a")[0] == "old"
+
+
+def test_a_full_disk_is_told_with_the_bytes_that_it_lacks(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_verified(tmp_path / "a", tensors(), TEXT)
+    monkeypatch.setattr(os, "fsync", full)
+    words = f"{tmp_path / 'a'} cannot be written: it needs {(tmp_path / 'a').stat().st_size} bytes .No space left"
+    with pytest.raises(OSError, match=words):
+        write_verified(tmp_path / "a", tensors(), TEXT)
 
 
 def test_links_of_strangers_are_not_followed(tmp_path):
