@@ -4,6 +4,7 @@ One sentence tells the name of the argument or field, and what to do; and it tel
 """
 
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -70,6 +71,21 @@ def lacking(name):
     return {name: fields()[name][:-1]}
 
 
+def checkpoints(cases):
+    """The rows of mistakes that both calls tell, each with its own name."""
+    return {
+        f"{call.__name__} {name}": (partial(mistake, call), rf"^{call.__name__}\(path, comm, model\): {words}")
+        for call in (sp.save_checkpoint, sp.load_checkpoint)
+        for name, (mistake, words) in cases.items()
+    }
+
+
+class PartOfParameter(torch.nn.Parameter):
+    """Looks like a parameter that FSDP has sharded over processes."""
+
+    full_tensor = None
+
+
 IN_ITS_PLACE = r"`comm` must be what shardpass\.connect\(\) returned .* but got {} in its place"
 WIDE = sp.GraphCounts(100, 100, 4)
 TYPES = {
@@ -79,8 +95,15 @@ TYPES = {
     "wrap a class": (lambda at: sp.pyg.wrap(GCN, at.comm), r"the class GCN: write wrap\(GCN\(\.\.\.\), comm\)"),
     "wrap with the graph": (lambda at: sp.pyg.wrap(gcn(), at.graph), IN_ITS_PLACE.format("ShardedGraph")),
     "sync swapped": (lambda at: sp.sync_gradients(at.comm, at.model), IN_ITS_PLACE.format("GCN")),
-    "save swapped": (lambda at: sp.save_checkpoint("a", at.model, at.comm), IN_ITS_PLACE.format("GCN")),
-    "restore swapped": (lambda at: sp.load_checkpoint("a", at.model, at.comm), IN_ITS_PLACE.format("GCN")),
+    **checkpoints({
+        "swapped": (lambda call, at: call("a", at.model, at.comm), IN_ITS_PLACE.format("GCN")),
+        "of a graph": (lambda call, at: call("a", at.comm, at.graph), "`model` must be a .*, but got ShardedGraph"),
+        "with a rate": (
+            lambda call, at: call("a", at.comm, at.model, 0.1),
+            "`optimizer` must be an optimizer of torch, but got float",
+        ),
+        "at a number": (lambda call, at: call(3, at.comm, at.model), "`path` must be a path, but got int"),
+    }),
     "seed swapped": (lambda at: sp.seed(at.comm, 0), IN_ITS_PLACE.format("int")),
     "spawn swapped": (
         lambda at: sp.spawn(2, gcn), r"spawn\(fn, ranks\): the number of ranks must be an integer, found function"
@@ -175,7 +198,13 @@ VALUES = {
         }.items()
     },
 }  # fmt: skip
-REFUSED = {"a plan of a wrapped model": (lambda at: sp.plan(at.model, at.store), "plan: GCN is wrapped already")}
+REFUSED = {
+    "a plan of a wrapped model": (lambda at: sp.plan(at.model, at.store), "plan: GCN is wrapped already"),
+    **checkpoints({"of parts": (
+        lambda call, at: call("a", at.comm, torch.nn.ParameterList([PartOfParameter(torch.ones(2))])),
+        r"parameter '0' is sharded over processes .*: use torch\.distributed\.checkpoint, with the states that",
+    )}),
+}  # fmt: skip
 CASES = {
     f"{kind.__name__}, {name}": (kind, *case)
     for kind, cases in {TypeError: TYPES, ValueError: VALUES, RefusedError: REFUSED}.items()

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardpass.core.tracing import REDUCERS, Base, Extremum, accumulator_dtype, rescale
-from shardpass.core.tracing.reducers import FirstExtremum, expand_index
+from shardpass.core.tracing.reducers import FirstExtremum, Reducer, expand_index
+from shardpass.errors import InternalError
+from shardpass.testing import LiveBytes
 
 NUM_DST = 4
 SCATTER = {"sum": "sum", "max": "amax", "min": "amin", "prod": "prod"}
@@ -98,17 +100,45 @@ def test_the_whole_reduction_at_once_is_the_same(name, drawn, base):
     torch.testing.assert_close(whole, reducer.value(state, base), rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
+@pytest.mark.parametrize("tail", [(), (3,)], ids=str)
 @pytest.mark.parametrize("name", ["max", "min"])
-def test_the_first_extremum_at_once_is_the_same(name):
+def test_the_first_extremum_at_once_is_the_same(name, tail):
     draw = torch.Generator().manual_seed(0)
-    values = torch.randint(-2, 2, (20,), generator=draw).double()
+    values = torch.randint(-2, 2, (20, *tail), generator=draw).double()
     values[::5] = -math.inf
-    pairs, index = torch.stack([values, torch.arange(20.0).double()], -1), torch.randint(3, (20,), generator=draw)
+    places = torch.arange(20.0).double().view(20, *[1] * len(tail)).expand_as(values)
+    pairs, index = torch.stack([values, places], -1), torch.randint(3, (20,), generator=draw)
     reducer = REDUCERS[f"first_{name}"]
     state = reducer.init(NUM_DST, pairs.shape[1:], pairs)
     reducer.accumulate(state, pairs, index)
     whole = reducer.whole(pairs, index, NUM_DST, Base())
     torch.testing.assert_close(whole, reducer.value(state, Base()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "first_max"])
+def test_every_reducer_accumulates_as_all_may(name):
+    values, index = torch.tensor([[1.0, 0.0], [2.0, 1.0], [2.0, 2.0]]), torch.tensor([0, 1, 1])
+    states = [REDUCERS[name].init(NUM_DST, values.shape[1:], values) for _ in range(2)]
+    Reducer.accumulate(REDUCERS[name], states[0], values, index)
+    REDUCERS[name].accumulate(states[1], values, index)
+    assert all(map(torch.equal, *states)) and states[0][0].shape[0] == (1 if name == "edge_moments" else NUM_DST)
+
+
+def test_moments_are_not_made_at_once():
+    with pytest.raises(InternalError, match=r"^moments over the edges of all ranks are made of sums$"):
+        REDUCERS["edge_moments"].whole(torch.ones(2, 1), torch.zeros(2).long(), 1, Base())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("num", [300, 2**24 + 2])
+def test_ties_are_counted_exactly_whatever_their_type_and_number(num, dtype):
+    """These types count up to 256. Float32 counts up to 2**24, and takes half the memory of float64."""
+    values, index = torch.ones(1, dtype=dtype).expand(num), torch.zeros(1, dtype=torch.int64).expand(num)
+    best, ties = state = REDUCERS["max"].init(1, (), values)
+    with LiveBytes() as live:
+        REDUCERS["max"].fill(state, values, index)
+    assert best.tolist() == [1] and ties.tolist() == [num]
+    assert num > 2**24 or live.peak < num * 8
 
 
 @pytest.mark.parametrize("name", ["max", "min"])
@@ -233,6 +263,9 @@ def test_half_precision_accumulates_in_float32(name, dtype):
     assert value.dtype == torch.float32
     right = reference(name, values.double(), index)[0]
     torch.testing.assert_close(value[0].double(), right, rtol=1e-5, atol=1e-5)
+    if name == "sum":
+        whole = REDUCERS[name].whole(values[:, 0], index, NUM_DST, Base())  # torch widens rows of several itself
+        torch.testing.assert_close(whole[0], right[0].to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
 
 
 def test_rescaling_to_another_peak():

@@ -187,6 +187,14 @@ def test_rows_owned_by_ranks_are_kept_per_rank(comm, tmp_path):
     assert all(torch.equal(left[key], right[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
 
 
+@pytest.mark.ranks(2)
+def test_rows_owned_by_ranks_in_a_module_whose_name_has_slashes(comm, tmp_path):
+    model, other = (nn.ModuleDict({"author/writes/paper": Table(comm.rank + 1, value)}) for value in (comm.rank, 7))
+    save_checkpoint(tmp_path / "a", comm, model, graph=PARTITION)
+    load_checkpoint(tmp_path / "a", comm, other, graph=PARTITION)
+    assert torch.equal(other["author/writes/paper"].table, model["author/writes/paper"].table)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_rows_owned_by_ranks_load_on_any_number_of_ranks(tmp_path, ranks):
     def save(comm):
