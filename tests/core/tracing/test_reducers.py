@@ -132,7 +132,7 @@ def test_moments_are_not_made_at_once():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("num", [300, 2**24 + 2])
 def test_ties_are_counted_exactly_whatever_their_type_and_number(num, dtype):
-    """These types count up to 256. Float32 counts up to 2**24, and takes half the memory of float64."""
+    """These types count no further than 256. Float32 counts up to 2**24, and takes half the memory of float64."""
     values, index = torch.ones(1, dtype=dtype).expand(num), torch.zeros(1, dtype=torch.int64).expand(num)
     best, ties = state = REDUCERS["max"].init(1, (), values)
     with LiveBytes() as live:
