@@ -34,6 +34,9 @@ KILLED = ("killed", "timeout", "segfault")
 BAR = 90
 PYTEST = ["-m", "not long", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed=0", "--timeout=30"]
 PYTEST += ["--hypothesis-profile=no shrinking"]  # which takes long, and tells nothing here
+# mutmut collects the tests several times in one process. An iterator that parametrize was given is empty after the
+# first, and a test that is not found counts as one that fails: every mutant would seem to be killed.
+PYTEST += ["-o", "empty_parameter_set_mark=fail_at_collect"]
 ONLY_WORDS = r'^\s*f?"[^"]*"$'
 
 Mutant = dict[str, str]

@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardpass.backends import RecordingCommunicator
-from shardpass.core.exchange import build_halo_plan, halo_fetch, node_set
+from shardpass.core.dryrun.communicator import DryCommunicator
+from shardpass.core.exchange import build_halo_plan, halo_fetch, halo_plan_of, node_set
 from shardpass.core.ranks import Options, Ranks, RowSet
 from shardpass.core.sharding import NODE, Ownership
 from shardpass.errors import InternalError
@@ -113,3 +114,14 @@ def test_counts_that_do_not_agree_are_our_defect():
 def test_source_ids_outside_are_named():
     with pytest.raises(ValueError, match=r"node id 9 lies outside \[0, 4\)"):
         run(lambda comm: build_halo_plan(comm, Ownership((0, 2, 4)), torch.tensor([0, 9]), 2, Options()), 2)
+
+
+def test_needed_rows_are_asked_for_as_int64_on_the_device_of_the_ranks():
+    """A device without memory stands for a GPU; the numbers that come back are given."""
+    inner, asked = DryCommunicator(2), []
+    inner.device = torch.device("meta")
+    inner.all_to_all = lambda tensors, label: asked.extend(tensors) or [torch.arange(0), torch.arange(2)]
+    inner.all_gather = lambda tensor, label: [torch.tensor([0, 2, 5]), torch.tensor([2, 0, 5])]
+    needed = [torch.tensor(rows, dtype=torch.int32) for rows in ([], [0, 2])]
+    halo_plan_of(Ranks(inner), 3, needed, 3, 5, Options())
+    assert [(rows.device.type, rows.dtype) for rows in asked] == [("meta", torch.int64)] * 2

@@ -2,6 +2,7 @@
 
 import itertools
 from contextlib import nullcontext
+from dataclasses import replace
 from threading import get_ident
 from types import SimpleNamespace
 
@@ -10,10 +11,12 @@ import torch
 from four_ranks import SOURCES, numbering, plan_of, return_all
 
 from shardpass.backends import RecordingCommunicator
+from shardpass.core.dryrun.communicator import DryCommunicator
 from shardpass.core.dryrun.tracker import MemoryTracker
-from shardpass.core.exchange import GradientReturn, Packing, WalkId, fetch_blocks, walk
+from shardpass.core.exchange import GradientReturn, Packing, WalkId, build_halo_plan, fetch_blocks, walk
 from shardpass.core.exchange.packing import message_buffer
-from shardpass.core.ranks import Ranks
+from shardpass.core.ranks import Options, Ranks
+from shardpass.core.sharding import Ownership
 from shardpass.errors import CommunicationError, InternalError
 from shardpass.testing import run
 
@@ -191,6 +194,19 @@ def test_a_profile_names_the_rounds(monkeypatch):
     assert all(sorted(found) == sorted([*sends, "compute own block (there)", *blocks, *backs]) for found in names)
 
 
+@pytest.mark.ranks(1)
+def test_without_rounds_there_is_the_own_block(comm, monkeypatch):
+    names = []
+    monkeypatch.setattr(walk, "torch_private", SimpleNamespace(span=lambda name: names.append(name) or nullcontext()))
+    plan, _ = build_halo_plan(comm, Ownership.from_counts([3]), torch.tensor([2, 0, 2]), 3, Options())
+    mine = torch.ones(3, 2)
+    ((position, block, (rows,)),) = fetch_blocks(plan, [mine], WalkId(1, 0, "there"))
+    assert (position, block) == (0, plan.blocks[0]) and torch.equal(rows, mine)
+    GradientReturn(plan, [mine], WalkId(1, 1, "back")).finish()
+    assert torch.equal(mine, torch.ones(3, 2)), "nothing returns"
+    assert names == ["compute own block (there)"]
+
+
 @pytest.mark.ranks(4)
 def test_no_tensors_no_messages(comm):
     comm = Ranks(RecordingCommunicator(comm))
@@ -295,8 +311,26 @@ def test_what_a_row_is_in_words():
     assert Packing([torch.ones(3, 2), torch.ones(3).long()], torch.bfloat16).describe() == "bfloat16 [2], int64 []"
 
 
-def test_messages_are_on_the_device_of_the_ranks():
-    assert message_buffer(8, torch.device("meta")).device.type == "meta"
+class Elsewhere(DryCommunicator):
+    """Rank 0 on a device without memory, in the place of a GPU."""
+
+    def exchange(self, send, to, recv, source, tag, label=""):
+        assert all(tensor.is_meta for tensor in (send, recv) if tensor is not None)
+        return super().exchange(send, to, recv, source, tag, label)
+
+
+@pytest.mark.parametrize("mode", ["sar", "halo"])
+def test_messages_are_on_the_device_of_the_ranks(mode):
+    """So are gradients that are to be converted."""
+    inner, devices = Elsewhere(4), set()
+    plan = plan_of(Ranks(inner), mode=mode, wire_dtype=torch.bfloat16)
+    inner.device = torch.device("meta")
+    plan = replace(plan, send_rows=tuple(rows.to("meta") for rows in plan.send_rows))
+    mine = torch.ones(SOURCES.num_own(0), 3, device="meta")
+    for _, _, (rows,) in fetch_blocks(plan, [mine], WalkId(1, 0, "there")):
+        devices.add(rows.device.type)
+    return_all(plan, [mine], WalkId(1, 1, "back"), lambda buffer: devices.add(buffer.device.type))
+    assert devices == {"meta"}
 
 
 def test_the_planner_tells_memory_for_messages_from_other_memory():

@@ -1,13 +1,17 @@
 """Rows through shared memory: the numbers of messages to the bit, tokens instead of rows, memory used again."""
 
+from contextlib import nullcontext
 from time import sleep
+from types import SimpleNamespace
 
 import pytest
 import torch
 from four_ranks import IDS, SOURCES, plan_of, return_all
 
 from shardpass.backends import RecordingCommunicator
-from shardpass.core.exchange import GradientReturn, WalkId, WindowPool, fetch_blocks
+from shardpass.core.dryrun.communicator import DryCommunicator
+from shardpass.core.dryrun.tracker import MemoryTracker
+from shardpass.core.exchange import GradientReturn, WalkId, WindowPool, fetch_blocks, shares_all_rows, tokens, walk
 from shardpass.core.exchange.windows import take_window
 from shardpass.core.ranks import Ranks
 from shardpass.core.sharding import PlacedRows
@@ -106,6 +110,14 @@ def test_rows_may_be_used_where_they_lie(hosts, options):
         assert seen[0] and seen[1] and seen[3]
 
 
+class Strict(RecordingCommunicator):
+    """Takes no message without both peers: a transport may look at the one to which nothing goes."""
+
+    def exchange(self, send, to, recv, source, tag, label=""):
+        assert {to, source} <= set(range(self.size))
+        return super().exchange(send, to, recv, source, tag, label)
+
+
 def payload(comm, plan):
     before = comm.bytes_sent
     list(fetch_blocks(plan, [torch.zeros(SOURCES.num_own(comm.rank), 100)], WalkId(1, 0, "test")))
@@ -114,7 +126,7 @@ def payload(comm, plan):
 
 @pytest.mark.ranks(4)
 def test_tokens_instead_of_rows(comm):
-    comm = Ranks(RecordingCommunicator(sharing(comm)))
+    comm = Ranks(Strict(sharing(comm)))
     assert payload(comm, plan_of(comm, share_memory=False)) == sum(400 * len(rows) for rows in IDS_OF[comm.rank])
     plan = plan_of(comm)
     del comm.inner.messages[:]
@@ -142,12 +154,13 @@ def test_tokens_instead_of_rows(comm):
     assert sum(label == f"back, rank {comm.rank} has read" for label in returned) == peers
 
 
-@pytest.mark.parametrize(("hosts", "block_rows"), zip([*HOSTS.values(), (0, 1, 2, 3)], [None, 2, None, 2]))
+@pytest.mark.parametrize(("hosts", "block_rows"), [*zip([*HOSTS.values(), (0, 1, 2, 3)], [2, None, 2, None])])
 def test_which_rows_are_shared(hosts, block_rows):
     """Those that ranks of the same host need, and no others."""
 
     def work(inner):
         comm = Ranks(RecordingCommunicator(sharing(inner, hosts)))
+        assert shares_all_rows(comm) == (len(set(hosts)) == 1)
         plan = plan_of(comm, block_rows=block_rows)
         labels = ["halo plan: needed rows", "halo plan", "halo plan: shared rows", "halo plan: sizes of shared memory"]
         assert [m.label for m in comm.inner.messages] == labels
@@ -215,7 +228,8 @@ def test_no_memory_on_one_rank_means_messages_on_all(comm):
     assert comm.caches.of(WindowPool).refused and comm.caches.of(WindowPool).windows == []
     del comm.inner.messages[:]
     payload(comm, plan)
-    assert all(m.kind != "share" for m in comm.inner.messages), "asked once"
+    assert {m.kind for m in comm.inner.messages} <= {"send", "recv"}, "asked once"
+    assert not shares_all_rows(comm)
 
 
 @pytest.mark.ranks(4)
@@ -239,6 +253,26 @@ def test_memory_is_used_again_and_grows(comm):
     assert left is first
     assert take_window(comm, [1] * 4, 10, "test") not in (first, second), "call 9 has left them"
     assert take_window(comm, [0] * 4, 10, "test") is None
+
+
+def test_the_planner_tells_windows_from_other_memory():
+    with MemoryTracker() as tracker:
+        window = take_window(Ranks(DryCommunicator(2, per_host=2)), [8, 8], 1, "test")
+    assert window is not None and [storage.is_message for storage in tracker.storages] == [True]
+
+
+@pytest.mark.parametrize("is_profiled", [False, True])
+def test_a_profiler_sees_waits_and_no_notice_outlives_it(monkeypatch, is_profiled):
+    names = []
+    monkeypatch.setattr(walk, "torch_private", SimpleNamespace(span=lambda name: names.append(name) or nullcontext()))
+    monkeypatch.setattr(tokens, "torch_private", SimpleNamespace(is_profiled=lambda: is_profiled))
+
+    def work(comm):
+        walks(comm, plan_of(sharing(comm)), (1,))
+        return sum(len(window.readers) for window in comm.caches.of(WindowPool).windows)
+
+    assert any(run(work, 4)) != is_profiled
+    assert names.count("wait for rows in shared memory (there)") == 4
 
 
 def test_ranks_in_different_calls_are_told():
