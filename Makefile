@@ -19,7 +19,7 @@ help:
 	@echo "make test-long  the tests that take minutes each"
 	@echo "make bench      memory benchmark; writes benchmarks/reports/"
 	@echo "make faults     faults injected into running jobs, 200 on Linux; writes benchmarks/reports/"
-	@echo "make mutants    small defects put into the code, about 2,600: do the tests notice? About two hours; a report"
+	@echo "make mutants    small defects put into the code, about 2,900: do the tests notice? About two hours; a report"
 	@echo "make coverage   which lines and branches of the same modules the same tests reach"
 	@echo "make gpu        on a machine with a GPU, in nine minutes: its tests, and figures beside PyG; installs nothing"
 	@echo "make wheel      build the wheel and the source archive, and try each in an empty environment"

@@ -143,7 +143,8 @@ def coverage() -> dict[str, dict[str, Any]]:
     environment = {**os.environ, "COVERAGE_FILE": str(PLACE / "coverage"), "OMP_NUM_THREADS": "1"}
     tool = [sys.executable, "-m", "coverage"]
     include = "--include=" + ",".join(files)
-    run = [*tool, "run", "--branch", include, "-m", "pytest", "-q", *PYTEST, *tests]
+    slowly = "--timeout=300"  # tests take a multiple of their time while they are traced
+    run = [*tool, "run", "--branch", include, "-m", "pytest", "-q", *PYTEST, slowly, *tests]
     subprocess.run(run, cwd=ROOT, env=environment, check=True)
     subprocess.run([*tool, "report", "--show-missing"], cwd=ROOT, env=environment, check=True)
     written = PLACE / "covered.json"
