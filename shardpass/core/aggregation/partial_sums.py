@@ -176,7 +176,9 @@ def _is_sum(plan: HaloPlan, program: Program, structure: Structure, gradients: f
     options, sums = plan.options, [r for r in structure.reductions if r.form != "ones"]
     if plan.comm.size == 1 or not options.partial_sums or options.stream_structure or options.backward == "pull":
         return False
-    if structure.edge_output or structure.attention is not None or structure.max_depth or shares_all_rows(plan.comm):
+    if structure.edge_output or structure.attention is not None or structure.max_depth:
+        return False
+    if options.share_memory and shares_all_rows(plan.comm):
         return False
     if any(reduction.op != "sum" or reduction.form not in ("copy", "scale") for reduction in sums):
         return False
