@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,7 +46,7 @@ class Net(nn.Module):
     def __init__(self, kind: type[nn.Module], channels: int) -> None:
         super().__init__()
         widths = [channels, HIDDEN, HIDDEN, CLASSES]
-        self.convs = nn.ModuleList([kind(*pair) for pair in zip(widths, widths[1:])])
+        self.convs = nn.ModuleList([kind(*pair) for pair in pairwise(widths)])
 
     def forward(self, x: Tensor, edge_index: Any) -> Tensor:
         """Logits."""
@@ -101,8 +102,8 @@ def train(path: str) -> None:
             with_sums, without = ([median(one) for one in zip(*steady[way])] for way in (True, False))
             time_ratio, bytes_ratio = (one / other for one, other in zip(with_sums, without))
             print(
-                f"{kind.__name__}: an epoch {with_sums[0]:.3f} s, {without[0]:.3f} without partial sums, {time_ratio:.3f} "
-                f"times; {with_sums[1] / 1e6:.2f} MB, {without[1] / 1e6:.2f}, {bytes_ratio:.3f} times. At most {BAR}: "
+                f"{kind.__name__}: an epoch {with_sums[0]:.3f} s, {without[0]:.3f} without partial sums, "
+                f"{time_ratio:.3f} times; {with_sums[1] / 1e6:.2f} MB, {without[1] / 1e6:.2f}, {bytes_ratio:.3f} times. At most {BAR}: "
                 f"{'holds' if time_ratio <= BAR else 'does NOT hold'}.",
                 flush=True,
             )

@@ -95,7 +95,7 @@ def test_models_are_exact(name: str, mode: Any, made: list[Any]) -> None:
     expected = of_whole(whole, name)
     ranks = {"sar": 3, "keep": 2, "halo": 5}[mode]
     blocks = {"sar": None, "keep": 2, "halo": None}[mode]
-    options = sp.Options(mode=mode, share_memory=False, block_rows=blocks)
+    options = sp.Options(mode=mode, share_memory=False, block_rows=blocks, partial_sums=True)
     for error, _, _ in run(lambda comm: train(comm, whole, name, expected, options), ranks):
         assert error < 1e-12
     assert made and all(one.is_worth_it for one in made)
@@ -109,7 +109,9 @@ def test_processes_are_exact(ranks: int, backend: Any) -> None:
     whole = graph_with_hubs()
     for name in MODELS:
         expected = of_whole(whole, name)
-        for error, *_ in run(train, ranks, backend, args=(whole, name, expected, sp.Options(share_memory=False))):
+        for error, *_ in run(
+            train, ranks, backend, args=(whole, name, expected, sp.Options(share_memory=False, partial_sums=True))
+        ):
             assert error < 1e-12
 
 
@@ -139,7 +141,7 @@ def test_bytes_are_those_of_the_covers(name: str) -> None:
 
 def test_runs_give_the_same_bits() -> None:
     whole = graph_with_hubs()
-    expected, options = of_whole(whole, "GCN"), sp.Options(share_memory=False)
+    expected, options = of_whole(whole, "GCN"), sp.Options(share_memory=False, partial_sums=True)
     first, second = (run(lambda comm: train(comm, whole, "GCN", expected, options), 3) for _ in range(2))
     assert all(torch.equal(one[2], other[2]) for one, other in zip(first, second))
 
@@ -153,7 +155,7 @@ def test_awkward_graphs(owners: str) -> None:
         expected = of_whole(whole, name)
 
         def work(comm: Any, name: str = name, expected: Any = expected) -> float:
-            graph = shard_in_memory(whole, place, comm, sp.Options(share_memory=False))
+            graph = shard_in_memory(whole, place, comm, sp.Options(share_memory=False, partial_sums=True))
             torch.manual_seed(0)
             model = sp.pyg.wrap(MODELS[name]().double(), comm)
             for _ in range(4):
@@ -171,7 +173,7 @@ def test_weights_that_change_are_seen(write: str, made: list[Any]) -> None:
     plain = MODELS["weighted"]().double()
 
     def work(comm: Any) -> list[float]:
-        graph = share(whole, comm, share_memory=False)
+        graph = share(whole, comm, share_memory=False, partial_sums=True)
         model, found, w = sp.pyg.wrap(copy.deepcopy(plain), comm), [], graph.w.clone()
         for step in range(8):
             if step == 5:
@@ -209,7 +211,7 @@ def test_gradients_of_gradients() -> None:
     second(plain, x, whole.edge_index, whole.edge["w"]).square().sum().backward()
 
     def work(comm: Any) -> float:
-        graph = share(whole, comm, share_memory=False)
+        graph = share(whole, comm, share_memory=False, partial_sums=True)
         model = sp.pyg.wrap(copy.deepcopy(plain), comm)
         for _ in range(4):
             mine = graph.x.detach().clone().requires_grad_()
@@ -224,7 +226,7 @@ def test_what_is_not_a_sum_of_rows_goes_as_before(made: list[Any]) -> None:
     whole = graph_with_hubs()
 
     def work(comm: Any) -> None:
-        graph = share(whole, comm, share_memory=False)
+        graph = share(whole, comm, share_memory=False, partial_sums=True)
         convs = (
             gnn.GATConv(WIDTH, WIDTH),
             gnn.SAGEConv(WIDTH, WIDTH, aggr="max"),

@@ -256,7 +256,7 @@ def _pair(plan: HaloPlan, edges: EdgeShards, owner: int) -> _Pair:
     places = torch.cat([none, *(_places(shard) for shard in shards)])
     is_source = torch.zeros(stop - first, dtype=torch.bool)
     if src.numel():
-        is_source, _ = minimum_cover(src, dst, stop - first, plan.num_dst)
+        is_source, _ = minimum_cover(src, dst, stop - first, edges.num_dst)
     is_source = is_source.to(plan.comm.device)
     stays = is_source[src]
     ends, of_edge = dst[~stays].unique(return_inverse=True)
@@ -287,7 +287,7 @@ def _edges(plan: HaloPlan, edges: EdgeShards, pairs: list[_Pair]) -> EdgeShards:
         places += [of_left, torch.arange(last, last + num_sums, device=ends.device)]
         last += num_sums
     at = torch.cat(places)
-    built = build_shards(torch.cat(src), torch.cat(dst), plan.blocks, plan.num_dst)
+    built = build_shards(torch.cat(src), torch.cat(dst), plan.blocks, edges.num_dst)
     own = [replace(edges.shards[number], block=plan.blocks[0]) for number in edges.numbers(0)]
     others = [replace(shard, rows=at[_places(shard)]) for shard in built.shards[1:]]
-    return EdgeShards((*own, *others), plan.num_dst, last, num_own=edges.num_own)
+    return EdgeShards((*own, *others), edges.num_dst, last, num_own=edges.num_own)

@@ -79,7 +79,7 @@ def estimate(training: Training, sizes: RankSizes, mode: Mode, options: Options)
 
     A small rank is run dry as it is. In place of a large one, two smaller ones are run.
     """
-    options = replace(options, mode=mode, memory_budget=None)
+    options = replace(options, mode=mode, memory_budget=None, partial_sums=False)
     edges = max(_EDGES, _EDGES_PER_BLOCK * sizes.ranks)
     largest = max(sizes.num_edges / edges, sizes.num_nodes / edges)
     if largest <= 1:

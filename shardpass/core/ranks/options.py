@@ -43,9 +43,10 @@ class Options:
             weights). Each round copies its shard and the edge rows that go with it to the device, while the round
             before it is computed. Use it if the device is smaller than a part's edges. It excludes the modes
             ``"halo"`` and ``"auto"`` and ``backward="pull"``.
-        partial_sums: where fewer rows travel that way, the partial sum for a destination is sent in place of its
-            sources. This works for sums of plain copies between ranks that do not share memory. It takes SciPy. Sums
-            are made in another order, so numbers differ in the last digits.
+        partial_sums: where fewer rows travel that way, send the partial sum for a destination in place of its sources.
+            This works for sums of copies, with constant weights or none, between ranks that do not all share memory,
+            and takes SciPy. It begins where a call comes again with the same edges and weights. Sums are then made in
+            another order, so numbers differ in the last digits.
         chunk_bytes: the most bytes of one temporary with a row per edge; edges are processed in chunks of that size.
     """
 
@@ -58,7 +59,7 @@ class Options:
     fuse_attention: bool = True
     backward: Backward = "auto"
     share_memory: bool = True
-    partial_sums: bool = True
+    partial_sums: bool = False
     memory_budget: str | float | None = None
     stream_structure: bool = False
 
