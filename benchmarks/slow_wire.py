@@ -103,8 +103,8 @@ def train(path: str) -> None:
             time_ratio, bytes_ratio = (one / other for one, other in zip(with_sums, without))
             print(
                 f"{kind.__name__}: an epoch {with_sums[0]:.3f} s, {without[0]:.3f} without partial sums, "
-                f"{time_ratio:.3f} times; {with_sums[1] / 1e6:.2f} MB, {without[1] / 1e6:.2f}, {bytes_ratio:.3f} times. "
-                f"At most {BAR}: {'holds' if time_ratio <= BAR else 'does NOT hold'}.",
+                f"{time_ratio:.3f} times; {with_sums[1] / 1e6:.2f} MB, {without[1] / 1e6:.2f}, "
+                f"{bytes_ratio:.3f} times. At most {BAR}: {'holds' if time_ratio <= BAR else 'does NOT hold'}.",
                 flush=True,
             )
 
