@@ -27,6 +27,7 @@ ELSEWHERE = {
     "on two machines": "there is one",
     "on a cluster": "there is none; tests/test_clusters.py runs the scripts with a stand-in for srun",
     "with docker": "no container can be built here",
+    "with mace-torch": "it would replace torch; tests/frontends/test_published_physics.py has an environment for it",
 }
 """Words in the sentence above a block that tell the reader where it runs, and why it is not run here."""
 
@@ -83,7 +84,7 @@ def test_a_page_runs_as_pasted(page: Path, tmp_path: Path) -> None:
         pytest.importorskip(module)
     absent = modules_of({"all", "dgl", "metis", "names", "ogb"}) - present
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({absent}))\n")
-    script, empty = tmp_path / f"{page.stem}.py", tmp_path / "empty"
+    script, empty = tmp_path / page.name, tmp_path / "empty"
     script.write_text(code, encoding="utf-8")
     empty.mkdir()
     paths = [Path(sys.executable).parent, Path(find_program("mpirun") or "/").parent, os.environ["PATH"]]
