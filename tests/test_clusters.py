@@ -147,10 +147,10 @@ def check_command(words: list[str]) -> None:
 
 def test_the_page_quotes_the_files() -> None:
     text = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
-    quoted = re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)^```", text, re.S | re.M)
-    assert {Path(name).name for name, _ in quoted} >= {path.name for path in SCRIPTS}
+    quoted = re.findall(r"`([\w.-]+)`:\n\n```\w+\n(.*?)^```", text, re.S | re.M)
+    assert {name for name, _ in quoted} >= {path.name for path in SCRIPTS}
     for name, block in quoted:
-        assert block in (ROOT / name).read_text(encoding="utf-8"), f"{name} has changed"
+        assert block in (CLUSTER / name).read_text(encoding="utf-8"), f"{name} has changed"
     for path in CLUSTER.iterdir():
         assert path.name in text, f"docs/clusters.md does not name {path.name}"
 

@@ -27,6 +27,7 @@ ELSEWHERE = {
     "on two machines": "there is one",
     "on a cluster": "there is none; tests/test_clusters.py runs the scripts with a stand-in for srun",
     "with docker": "no container can be built here",
+    "with ogb's files": "they are gigabytes; tests/data/test_stream_ogb.py reads small ones",
     "with mace-torch": "it would replace torch; tests/frontends/test_published_physics.py has an environment for it",
 }
 """Words in the sentence above a block that tell the reader where it runs, and why it is not run here."""
@@ -47,7 +48,7 @@ def program(text: str) -> str:
             code = "".join(line[1:] for line in code.splitlines(keepends=True) if not line.startswith("-"))
         if kind in ("python", "diff"):
             compile(code, above, "exec")
-        name = re.search(r"`([\w.-]+)`:$", above)
+        name = re.search(r"`([\w-]+\.(?:py|sh))`:$", above)
         if name:
             code = f"__import__('pathlib').Path({name[1]!r}).write_text({code!r})"
         elif kind in ("console", "bash"):
