@@ -58,7 +58,7 @@ def page_of(script: Path, outputs: list[str] | None = None) -> str:
     for number, (is_prose, text) in enumerate(cells(script)):
         parts.append(f"{text.strip()}\n" if is_prose else code_cell(script, number))
         parts.append(outputs[number] if outputs else "")
-    parts.append(f"The whole script, with the code of this page: `python examples/gallery/{script.name}`\n")
+    parts.append(f"The script: `examples/gallery/{script.name}`\n")
     return "\n".join(part for part in parts if part)
 
 
