@@ -4,7 +4,8 @@ Both frontends use it. It knows modules and ranks; what stands for a graph is th
 """
 
 from shardpass.core.wrapping.empty_rows import EmptyRows
-from shardpass.core.wrapping.outermost import FollowedCalls, OutermostCall, replaced_forward
+from shardpass.core.wrapping.followed_calls import FollowedCalls
+from shardpass.core.wrapping.outermost import OutermostCall, replaced_forward
 from shardpass.core.wrapping.parts import runs_as_it_is
 from shardpass.core.wrapping.refusals import (
     has_unknown_statistics,

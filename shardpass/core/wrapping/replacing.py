@@ -12,7 +12,8 @@ from shardpass.core.following import follow_scripts
 from shardpass.core.memory import Checkpoint
 from shardpass.core.ranks import Ranks
 from shardpass.core.training import GradientSums
-from shardpass.core.wrapping.outermost import FollowedCalls, OutermostCall, RowwisePart
+from shardpass.core.wrapping.followed_calls import FollowedCalls
+from shardpass.core.wrapping.outermost import OutermostCall, RowwisePart
 from shardpass.core.wrapping.parts import parts_of, rowwise_parts
 from shardpass.core.wrapping.refusals import refuse_script
 
