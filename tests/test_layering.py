@@ -61,6 +61,8 @@ def room(name: str) -> Layer:
     own = tuple(f"shardpass.core.{other}" for other in (name, *ROOMS[name].split()))
     if name == "kernels":
         return Layer((*BASE, *own), third_party=words("numba llvmlite triton"))
+    if name == "exchange":
+        return Layer((*BASE, *own), lazy=words("scipy"))  # which finds matchings
     if name == "sampling":
         return Layer((*BASE, *own), third_party=words("numba"))
     return Layer((*BASE, *own))
