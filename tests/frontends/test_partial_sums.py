@@ -15,7 +15,7 @@ from shardpass.core.aggregation import partial_sums
 from shardpass.core.exchange import minimum_cover
 from shardpass.testing import WholeGraph, awkward_graph, cotangent, evaluate_whole, run, shard_in_memory
 
-from .how_much import owners_of
+from .how_much import one_each, owners_of
 from .on_ranks import share
 
 pytest.importorskip("scipy")
@@ -88,8 +88,7 @@ def of_whole(whole: WholeGraph, name: str) -> Any:
     )
 
 
-@pytest.mark.parametrize("mode", ["sar", "keep", "halo"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "mode"), one_each(MODELS))
 def test_models_are_exact(name: str, mode: Any, made: list[Any]) -> None:
     whole = graph_with_hubs()
     expected = of_whole(whole, name)
