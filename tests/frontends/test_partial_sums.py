@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import shardpass as sp
 from shardpass.core.aggregation import partial_sums
@@ -20,7 +21,7 @@ from .on_ranks import share
 
 pytest.importorskip("scipy")
 WIDTH = 4
-STEPS = 6  # sums and weights are sent from the second or third on, and a followed step makes weights anew
+STEPS = 8  # sums are made in the second and sent from the third on, weights later; a followed step makes these anew
 
 
 def graph_with_hubs() -> WholeGraph:
@@ -122,7 +123,7 @@ def test_bytes_are_those_of_the_covers(name: str) -> None:
 
     def bytes_of(partial: bool) -> int:
         options = sp.Options(share_memory=False, partial_sums=partial, cache_constant_inputs=False, backward="push")
-        return sum(sent[-1] for _, sent, _ in run(lambda comm: train(comm, whole, name, expected, options), ranks))
+        return sum(sent[-2] for _, sent, _ in run(lambda comm: train(comm, whole, name, expected, options), ranks))
 
     owners = owners_of(whole, ranks)["random"]
     src, dst = whole.edge_index
@@ -192,6 +193,36 @@ def test_weights_that_change_are_seen(write: str, made: list[Any]) -> None:
         return found
 
     assert all(max(found) < 1e-12 for found in run(work, 3))
+    assert made
+
+
+@pytest.mark.parametrize("name", ["SAGE", "GCN"])
+def test_layers_that_are_computed_again(name: str, made: list[Any]) -> None:
+    whole = graph_with_hubs()
+    expected = of_whole(whole, name)
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = MODELS[name]()
+
+        def forward(self, x: Tensor, edge_index: Any) -> Tensor:
+            for conv in self.layers.convs:
+                x = checkpoint(conv, x, edge_index, use_reentrant=False).tanh()
+            return x
+
+    def work(comm: Any) -> float:
+        graph = share(whole, comm, share_memory=False, partial_sums=True)
+        torch.manual_seed(0)
+        model, error = sp.pyg.wrap(Checkpointed().double(), comm), 0.0
+        for _ in range(STEPS):
+            x = graph.x.detach().clone().requires_grad_()
+            out = model(x, graph.edge_index)
+            (out * cotangent(expected.output)[graph.node_ids]).sum().backward()
+            error = max(error, float((x.grad - expected.inputs["x"][graph.node_ids]).abs().max()))
+        return error
+
+    assert max(run(work, 3)) < 1e-12
     assert made
 
 

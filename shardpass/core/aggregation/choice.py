@@ -40,7 +40,9 @@ class OwnOffer:
         serial = -1 if known is None else known.serial
         ends = digest(" ".join(one.describe() for one in structure.maps))
         has_sums, follows = int(self.sums is not None), digest(describe_map(self._weight))
-        of_sums = plan.comm.caches.of(KnownSums, edges).offer(program, structure) if plan.comm.size > 1 else ()
+        of_sums: tuple[int, ...] = ()
+        if plan.options.partial_sums and plan.comm.size > 1:
+            of_sums = plan.comm.caches.of(KnownSums, edges).offer(program, structure, plan.comm.forwards)
         return Offer(has_sums, follows, ends, serial, mix_of(plan, structure), *of_sums)
 
 

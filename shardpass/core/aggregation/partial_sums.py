@@ -64,7 +64,8 @@ class PartialSums:
         heads = weights.reshape(len(weights), weights.shape[1:].numel())
         of_sums = torch.cat(self.plan.comm.all_to_all([heads[places] for places in self.asked], label=label))
         ones = weights.new_ones(self.edges.num_edges - len(weights), *weights.shape[1:])
-        return SentWeights(serial, of_sums.view(-1) if heads.size(1) == 1 else of_sums, torch.cat([weights, ones]))
+        of_sums = of_sums.view(-1) if heads.size(1) == 1 else of_sums
+        return SentWeights(serial, self.plan.comm.forwards, of_sums, torch.cat([weights, ones]))
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,13 @@ class SentWeights:
 
     Args:
         serial: number of the call in which they were sent, or 0 if they were not.
+        forward: number of the forward in which that was.
         of_sums: of the edges of `PartialSums.sums`.
         of_edges: of the edges of `PartialSums.edges`, where a sum that arrives counts once.
     """
 
     serial: int = 0
+    forward: int = 0
     of_sums: Tensor | None = None
     of_edges: Tensor | None = None
 
@@ -103,19 +106,26 @@ class _Sums(torch.autograd.Function):
 
 
 class KnownSums:
-    """What is known of the partial sums of one edge list."""
+    """What is known of the partial sums of one edge list.
+
+    Attributes:
+        forward: number of the forward that came to the edge list first, or in which `found` was made. What is new is
+            used from the next forward on: where backward computes a part of this one again, it does so as before.
+    """
 
     def __init__(self) -> None:
-        self.is_seen = False
+        self.forward: int | None = None
         self.found: PartialSums | None = None
         self.weights: Known[SentWeights] = Known()
 
-    def offer(self, program: Program, structure: Structure) -> tuple[int, int]:
+    def offer(self, program: Program, structure: Structure, forward: int) -> tuple[int, int]:
         """What this rank tells others: the serial numbers of sums and of weights, 0 for what it has seen, or -1."""
-        mine = self.found.serial if self.found is not None else 0 if self.is_seen and can_cover() else -1
+        if self.forward is None or self.forward >= forward or not can_cover():
+            return -1, -1
         weights = _weights(program, structure)
-        sent = self.weights.find(None, weights) if weights and mine > 0 else None
-        return mine, -1 if sent is None else sent.serial
+        sent = self.weights.find(None, weights) if weights and self.found is not None else None
+        of_weights = -1 if sent is None or sent.forward >= forward else sent.serial
+        return 0 if self.found is None else self.found.serial, of_weights
 
 
 def with_partial_sums(
@@ -123,7 +133,7 @@ def with_partial_sums(
 ) -> tuple[HaloPlan, EdgeShards, Sides] | None:
     """The graph and the inputs with which a call moves fewer rows, or `None`. Collective where ranks make sums.
 
-    Sums are made for an edge list that comes a second time, since a sampled one does not, and for weights that do.
+    Sums are made for an edge list that comes in a second forward, and so for weights. Others are new in each forward.
 
     Args:
         agreed: with the tensors of the call, as wide as it computes.
@@ -132,14 +142,14 @@ def with_partial_sums(
     program, structure, gradients, offers = agreed
     if not _is_sum(plan, program, structure, gradients):
         return None
-    known, label = plan.comm.caches.of(KnownSums, edges), f"call {number} {program.name}: partial sums"
-    if known.found is None or any(offer.sums != known.found.serial for offer in offers):
-        known.is_seen = True
-        if any(offer.sums < 0 for offer in offers):
-            return None
+    known, sums, forward = plan.comm.caches.of(KnownSums, edges), None, plan.comm.forwards
+    known.forward = forward if known.forward is None else known.forward
+    if known.found is not None and all(offer.sums == known.found.serial for offer in offers):
+        sums = known.found if known.found.is_worth_it else None
+    elif all(offer.sums >= 0 for offer in offers):
         with ordinary_tensors():
-            known.found = _build(plan, edges, number, label)
-    sums = known.found if known.found.is_worth_it else None
+            known.found = _build(plan, edges, number, f"call {number} {program.name}: partial sums")
+        known.forward = forward
     sent = None if sums is None else _sent_weights(sums, known.weights, _weights(program, structure), agreed, number)
     if sums is None or sent is None:
         return None
@@ -162,13 +172,15 @@ def _sent_weights(
     if not weights:
         return SentWeights()
     sent, offers = known.find(None, weights), agreed.offers
-    if sent is None or not sent.serial or any(offer.weights != sent.serial for offer in offers):
-        sent = SentWeights()
-        if all(offer.weights >= 0 for offer in offers):
-            with ordinary_tensors():
-                sent = sums.sent(weights[0].detach(), number, f"call {number} {agreed.program.name}: weights")
-        known.keep(None, weights, sent)
-    return sent if sent.serial else None
+    if sent is not None and sent.serial and all(offer.weights == sent.serial for offer in offers):
+        return sent
+    if all(offer.weights >= 0 for offer in offers):
+        with ordinary_tensors():
+            made = sums.sent(weights[0].detach(), number, f"call {number} {agreed.program.name}: weights")
+        known.keep(None, weights, made)
+    elif sent is None or (sent.serial and sent.forward < sums.plan.comm.forwards):  # another rank's have changed
+        known.keep(None, weights, SentWeights(forward=sums.plan.comm.forwards))
+    return None
 
 
 def _is_sum(plan: HaloPlan, program: Program, structure: Structure, gradients: frozenset[Key]) -> bool:
