@@ -47,6 +47,7 @@ OPTIONS = {
     "fuse_attention": (True, False),
     "share_memory": (True, False),
     "stream_structure": (False, True),
+    "partial_sums": (False, True),
 }
 WRAP = {"check": (True, False), "checkpoint": (None, "activations")}
 AROUND = {
