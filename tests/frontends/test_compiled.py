@@ -76,7 +76,7 @@ def test_a_model_of_dgl_runs_as_it_is() -> None:
 
 class Changes(Unrolled):
     def forward(self, x, edge_index, reads=False):
-        return super().forward(x if not reads else x + x[edge_index[0]].sum(), edge_index)
+        return super().forward(x * edge_index.size(0) if reads else x, edge_index)
 
 
 def test_code_that_begins_to_read_edges_is_refused() -> None:
@@ -108,3 +108,26 @@ def test_ways_to_compile(way: str) -> None:
         if way == "a copy" and number == 3:
             compiled = torch.compile(copy.deepcopy(model), backend="eager")
     out.sum().backward()
+
+
+@pytest.mark.parametrize("reads_first", [False, True])
+def test_one_call_that_reads_edges_is_enough(reads_first: bool) -> None:
+    """Whatever calls in another mode do, which are followed too."""
+    comm = sp.connect("local")
+    graph = share(GRAPH, comm)
+    model = sp.pyg.wrap(Changes(GraphConv).double(), comm)
+    model.train(reads_first)
+    model(graph.x, graph.edge_index, True)
+    model.train(not reads_first)
+    compiled = torch.compile(model, backend="eager")
+    for reads in (False, False, True):
+        found = compiled(graph.x, graph.edge_index, reads)
+    torch.testing.assert_close(found, sp.pyg.wrap(copy.deepcopy(model), comm)(graph.x, graph.edge_index, True))
+
+
+def test_a_model_that_nobody_followed_runs_as_it_is() -> None:
+    comm = sp.connect("local")
+    graph = share(GRAPH, comm)
+    compiled = torch.compile(sp.pyg.wrap(Unrolled(GraphConv).double(), comm, check=False), backend="eager")
+    with pytest.warns(UserWarning, match="leaves Unrolled.forward as it is: .*check=False"):
+        compiled(graph.x, graph.edge_index)

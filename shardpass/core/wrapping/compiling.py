@@ -54,14 +54,11 @@ def not_compilable(given: Any, reads_edges: bool, checkpoints: bool) -> str | No
     leaves = torch_private.tree_leaves(given)
     if checkpoints:
         return 'checkpoint="activations" computes again what it computes'
-    if (
-        other := next(
-            (leaf for leaf in leaves if leaf is not None and type(leaf) not in _PLAIN and not _is_edge_list(leaf)), None
-        )
-    ) is not None:
-        return f"the tracer cannot read a {type(other).__name__}, which it is given"
+    others = [leaf for leaf in leaves if leaf is not None and type(leaf) not in _PLAIN and not _is_edge_list(leaf)]
+    if others:
+        return f"the tracer cannot read a {type(others[0]).__name__}, which it is given"
     if reads_edges and any(map(_is_edge_list, leaves)):
-        return "it computes with edge_index itself, which only layers may do in code that is compiled"
+        return "it computes with edge_index itself, or was wrapped with check=False, so that nobody knows"
     return None
 
 

@@ -33,7 +33,7 @@ class FollowedCalls:
         self._follower: FollowRows | None = None
         self._results: dict[Any, tuple[Around, list[Known]]] = {}
         self.knows_order = False
-        self.reads_edges = True  # as long as no call was followed
+        self.reads_edges: bool | None = None  # in any call that was followed; unknown before the first
         self.held = HeldRows()
 
     def follow_all(self) -> None:

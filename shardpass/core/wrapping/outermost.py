@@ -253,7 +253,7 @@ class OutermostCall:
         finally:
             forward.rows = None
             follower.marks.end_forward()
-            self.followed.reads_edges = forward.reads_edges
+            self.followed.reads_edges = forward.reads_edges or bool(self.followed.reads_edges)
         follower.marks.check_left_behind(out, self.model)
         self._warn_of_hooks()
         if self.comm.size > 1:  # one rank has all rows
@@ -289,7 +289,8 @@ class OutermostCall:
         self._taken.clear()  # which would keep their graphs of autograd alive
         forward = self.comm.forward
         if self.followed.is_on and forward is not None:
-            forward.is_left_out, forward.reads_edges = self.followed.follow_all, self.followed.reads_edges
+            forward.is_left_out = self.followed.follow_all
+            forward.reads_edges = self.followed.reads_edges is not False
         if not self.gives_own_rows:
             return run()
         out, around = self.followed.unfollowed(self.model, self.method, run)
