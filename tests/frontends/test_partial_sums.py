@@ -21,7 +21,7 @@ from .on_ranks import share
 
 pytest.importorskip("scipy")
 WIDTH = 4
-STEPS = 8  # sums are made in the second and sent from the third on, weights later; a followed step makes these anew
+STEPS = 4
 
 
 def graph_with_hubs() -> WholeGraph:
@@ -146,6 +146,34 @@ def test_runs_give_the_same_bits() -> None:
     assert all(torch.equal(one[2], other[2]) for one, other in zip(first, second))
 
 
+@pytest.mark.parametrize("name", ["SAGE", "GCN", "weighted"])
+def test_a_run_that_goes_on_gives_the_same_bits(name: str, tmp_path: Any, made: list[Any]) -> None:
+    whole = graph_with_hubs()
+
+    def work(comm: Any, steps: range, file: str) -> Tensor:
+        graph = share(whole, comm, share_memory=False, partial_sums=True)
+        torch.manual_seed(0)
+        model = sp.pyg.wrap(MODELS[name]().double(), comm)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        if steps.start:
+            sp.load_checkpoint(file, comm, model, optimizer, graph=graph)
+        for step in steps:
+            out = model(graph.x.clone().requires_grad_(), graph.edge_index, graph.w)
+            loss = sp.mean(out.square().sum(1), None, comm)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if step == 2:
+                sp.save_checkpoint(file, comm, model, optimizer, epoch=step, graph=graph)
+        return out.detach()
+
+    file = str(tmp_path / "run.ckpt")
+    whole_run = run(lambda comm: work(comm, range(5), file), 3)
+    rest = run(lambda comm: work(comm, range(3, 5), file), 3)
+    assert all(torch.equal(one, other) for one, other in zip(whole_run, rest))
+    assert len(made) == 3 * 2
+
+
 @pytest.mark.parametrize("owners", ["random", "one rank has all", "a rank without nodes"])
 def test_awkward_graphs(owners: str) -> None:
     whole = awkward_graph(channels=WIDTH)
@@ -250,6 +278,24 @@ def test_gradients_of_gradients() -> None:
 
     assert max(run(work, 3)) < 1e-12
     assert expected.output.numel()
+
+
+def test_edges_of_one_step_are_not_covered(made: list[Any]) -> None:
+    whole = graph_with_hubs()
+
+    def work(comm: Any) -> float:
+        graph, worst = share(whole, comm, share_memory=False, partial_sums=True), 0.0
+        model = sp.pyg.wrap(Layers(gnn.SimpleConv("sum")).double(), comm)
+        for step in range(3):
+            kept = graph.edge_ids % 3 != step
+            out = model(graph.x.clone().requires_grad_(), graph.edge_index[:, kept], graph.w)
+            edges = whole.edge_index[:, torch.arange(300) % 3 != step]
+            expected = torch.zeros_like(whole.node["x"]).index_add_(0, edges[1], whole.node["x"][edges[0]]).tanh()
+            worst = max(worst, *(out - expected[graph.node_ids]).abs().flatten().tolist())
+        return worst
+
+    assert max(run(work, 3)) < 1e-12
+    assert made == []
 
 
 def test_what_is_not_a_sum_of_rows_goes_as_before(made: list[Any]) -> None:

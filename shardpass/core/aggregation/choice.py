@@ -42,7 +42,7 @@ class OwnOffer:
         has_sums, follows = int(self.sums is not None), digest(describe_map(self._weight))
         of_sums: tuple[int, ...] = ()
         if plan.options.partial_sums and plan.comm.size > 1:
-            of_sums = plan.comm.caches.of(KnownSums, edges).offer(program, structure, plan.comm.forwards)
+            of_sums = plan.comm.caches.of(KnownSums, edges).offer(program, structure, edges)
         return Offer(has_sums, follows, ends, serial, mix_of(plan, structure), *of_sums)
 
 

@@ -38,7 +38,7 @@ class PartialSums:
         edges: of that plan. Edge tensors have the rows of the graph's edges, then one for each sum that arrives.
         sums: the edges from own source rows to the sums, ``num_dst`` of which there are.
         asked: the places of the edges of this rank that each other rank sums, in its order.
-        num_rows: that travel, over all ranks.
+        saved, num_summed: how many rows fewer than those of the halo that is, and of how many edges others make sums.
         is_worth_it: compared with the halo.
     """
 
@@ -47,7 +47,8 @@ class PartialSums:
     edges: EdgeShards
     sums: Shard
     asked: list[Tensor]
-    num_rows: int
+    saved: int
+    num_summed: int
     is_worth_it: bool
 
     def extended(self, rows: Tensor, weights: Tensor | None) -> Tensor:
@@ -65,22 +66,20 @@ class PartialSums:
         of_sums = torch.cat(self.plan.comm.all_to_all([heads[places] for places in self.asked], label=label))
         ones = weights.new_ones(self.edges.num_edges - len(weights), *weights.shape[1:])
         of_sums = of_sums.view(-1) if heads.size(1) == 1 else of_sums
-        return SentWeights(serial, self.plan.comm.forwards, of_sums, torch.cat([weights, ones]))
+        return SentWeights(serial, of_sums, torch.cat([weights, ones]))
 
 
 @dataclass(frozen=True)
 class SentWeights:
-    """Weights of edges that do not change.
+    """Weights of edges.
 
     Args:
-        serial: number of the call in which they were sent, or 0 if they were not.
-        forward: number of the forward in which that was.
+        serial: number of the call in which they were sent, or 0 if there are none.
         of_sums: of the edges of `PartialSums.sums`.
         of_edges: of the edges of `PartialSums.edges`, where a sum that arrives counts once.
     """
 
     serial: int = 0
-    forward: int = 0
     of_sums: Tensor | None = None
     of_edges: Tensor | None = None
 
@@ -106,26 +105,19 @@ class _Sums(torch.autograd.Function):
 
 
 class KnownSums:
-    """What is known of the partial sums of one edge list.
-
-    Attributes:
-        forward: number of the forward that came to the edge list first, or in which `found` was made. What is new is
-            used from the next forward on: where backward computes a part of this one again, it does so as before.
-    """
+    """What is known of the partial sums of one edge list."""
 
     def __init__(self) -> None:
-        self.forward: int | None = None
         self.found: PartialSums | None = None
         self.weights: Known[SentWeights] = Known()
 
-    def offer(self, program: Program, structure: Structure, forward: int) -> tuple[int, int]:
-        """What this rank tells others: the serial numbers of sums and of weights, 0 for what it has seen, or -1."""
-        if self.forward is None or self.forward >= forward or not can_cover():
+    def offer(self, program: Program, structure: Structure, edges: EdgeShards) -> tuple[int, int]:
+        """What this rank tells others: the serial numbers of sums and of weights, 0 for none, or -1."""
+        if not edges.is_stored or not can_cover():
             return -1, -1
         weights = _weights(program, structure)
         sent = self.weights.find(None, weights) if weights and self.found is not None else None
-        of_weights = -1 if sent is None or sent.forward >= forward else sent.serial
-        return 0 if self.found is None else self.found.serial, of_weights
+        return 0 if self.found is None else self.found.serial, 0 if sent is None else sent.serial
 
 
 def with_partial_sums(
@@ -133,7 +125,9 @@ def with_partial_sums(
 ) -> tuple[HaloPlan, EdgeShards, Sides] | None:
     """The graph and the inputs with which a call moves fewer rows, or `None`. Collective where ranks make sums.
 
-    Sums are made for an edge list that comes in a second forward, and so for weights. Others are new in each forward.
+    What is decided here depends on the graph and on widths alone, never on earlier calls: a run that goes on from a
+    checkpoint gives the same bits as one that was not disturbed. So weights are worth sending if they cost fewer bytes
+    than they save, though they are sent again only when they change.
 
     Args:
         agreed: with the tensors of the call, as wide as it computes.
@@ -142,17 +136,17 @@ def with_partial_sums(
     program, structure, gradients, offers = agreed
     if not _is_sum(plan, program, structure, gradients):
         return None
-    known, sums, forward = plan.comm.caches.of(KnownSums, edges), None, plan.comm.forwards
-    known.forward = forward if known.forward is None else known.forward
-    if known.found is not None and all(offer.sums == known.found.serial for offer in offers):
-        sums = known.found if known.found.is_worth_it else None
-    elif all(offer.sums >= 0 for offer in offers):
-        with ordinary_tensors():
-            known.found = _build(plan, edges, number, f"call {number} {program.name}: partial sums")
-        known.forward = forward
-    sent = None if sums is None else _sent_weights(sums, known.weights, _weights(program, structure), agreed, number)
-    if sums is None or sent is None:
+    if any(offer.sums < 0 for offer in offers):
         return None
+    known = plan.comm.caches.of(KnownSums, edges)
+    sums = known.found
+    if sums is None or any(offer.sums != sums.serial for offer in offers):
+        with ordinary_tensors():
+            sums = known.found = _build(plan, edges, number, f"call {number} {program.name}: partial sums")
+    weights = _weights(program, structure)
+    if not sums.is_worth_it or not _saves_more(sums, program, weights):
+        return None
+    sent = _sent_weights(sums, known.weights, weights, agreed, number)
     name = next((reduction.weight for reduction in structure.reductions if reduction.form == "scale"), "")
     extended = {id(rows): sums.extended(rows, sent.of_sums) for rows in program.src.values()}
     src = {source: extended[id(rows)] for source, rows in program.src.items()}
@@ -165,22 +159,26 @@ def _weights(program: Program, structure: Structure) -> list[Tensor]:
     return [program.edge[reduction.weight] for reduction in structure.reductions if reduction.form == "scale"]
 
 
+def _saves_more(sums: PartialSums, program: Program, weights: list[Tensor]) -> bool:
+    """Whether rows that do not travel have more bytes than the weights that travel for them."""
+    rows = {id(one): one.shape[1:].numel() * one.dtype.itemsize for one in program.src.values()}
+    of_edge = sum(one.shape[1:].numel() * one.dtype.itemsize for one in weights)
+    return sums.saved * sum(rows.values()) > sums.num_summed * of_edge
+
+
 def _sent_weights(
     sums: PartialSums, known: Known[SentWeights], weights: list[Tensor], agreed: Agreed, number: int
-) -> SentWeights | None:
-    """The weights of the edges that others sum; `None` if they may change. Collective if they are sent."""
+) -> SentWeights:
+    """The weights of the edges that others sum. Collective if they are new on a rank."""
     if not weights:
         return SentWeights()
-    sent, offers = known.find(None, weights), agreed.offers
-    if sent is not None and sent.serial and all(offer.weights == sent.serial for offer in offers):
+    sent = known.find(None, weights)
+    if sent is not None and sent.serial and all(offer.weights == sent.serial for offer in agreed.offers):
         return sent
-    if all(offer.weights >= 0 for offer in offers):
-        with ordinary_tensors():
-            made = sums.sent(weights[0].detach(), number, f"call {number} {agreed.program.name}: weights")
-        known.keep(None, weights, made)
-    elif sent is None or (sent.serial and sent.forward < sums.plan.comm.forwards):  # another rank's have changed
-        known.keep(None, weights, SentWeights(forward=sums.plan.comm.forwards))
-    return None
+    with ordinary_tensors():
+        made = sums.sent(weights[0].detach(), number, f"call {number} {agreed.program.name}: weights")
+    known.keep(None, weights, made)
+    return made
 
 
 def _is_sum(plan: HaloPlan, program: Program, structure: Structure, gradients: frozenset[Key]) -> bool:
@@ -224,7 +222,9 @@ class _Pair:
 def _build(plan: HaloPlan, edges: EdgeShards, serial: int, label: str) -> PartialSums:
     comm, rank, num_own = plan.comm, plan.comm.rank, plan.num_own_src
     pairs = [_pair(plan, edges, owner) for owner in range(comm.size)]
-    every = agree(comm, label, [n for pair in pairs for n in (int(pair.sources.sum()), pair.ends.numel())] + [num_own])
+    num_summed = sum(pair.asked.numel() for pair in pairs)
+    mine = [n for pair in pairs for n in (int(pair.sources.sum()), pair.ends.numel())]
+    every = agree(comm, label, [*mine, num_own, num_summed])
     counts = [[row[2 * q] + row[2 * q + 1] for q in range(comm.size)] for row in every]
     index = torch.int64
     told = [torch.cat([p.sources.nonzero().view(-1), p.degrees, p.columns]).to(comm.device, index) for p in pairs]
@@ -250,12 +250,13 @@ def _build(plan: HaloPlan, edges: EdgeShards, serial: int, label: str) -> Partia
         Block(rank, 0, num_own), indptr.to(smallest_index_dtype(rows.numel())),
         rows.to(smallest_index_dtype(max(num_own, 1))), slice(0, 0),
     )  # fmt: skip
-    known, mine = comm.caches.of(Degrees, shards), edges.degrees()
-    known.of_nodes, known.isolated = mine.to(smallest_index_dtype(edges.num_edges)), (mine == 0).unsqueeze(-1)
-    num_rows, of_halo = sum(map(sum, counts)), sum(map(sum, plan.schedule.counts))
-    is_worth_it = of_halo - num_rows >= max(_OF_HALO * of_halo, _OF_OWN * sum(row[-1] for row in every))
+    known, of_nodes = comm.caches.of(Degrees, shards), edges.degrees()
+    known.of_nodes, known.isolated = of_nodes.to(smallest_index_dtype(edges.num_edges)), (of_nodes == 0).unsqueeze(-1)
+    of_halo, of_own, all_summed = sum(map(sum, plan.schedule.counts)), *(sum(row[n] for row in every) for n in (-2, -1))
+    saved = of_halo - sum(map(sum, counts))
+    is_worth_it = saved >= max(_OF_HALO * of_halo, _OF_OWN * of_own)
     asked = [pair.asked for pair in pairs]
-    return PartialSums(serial, fewer, shards, sums, asked, num_rows, is_worth_it)
+    return PartialSums(serial, fewer, shards, sums, asked, saved, all_summed, is_worth_it)
 
 
 def _pair(plan: HaloPlan, edges: EdgeShards, owner: int) -> _Pair:

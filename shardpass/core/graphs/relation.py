@@ -159,7 +159,7 @@ def relation_of(
     num_edges = sum(edges.src_rows.numel() for edges in owners)
     plan = halo_plan_of(comm, num_own_src, [edges.needed for edges in owners], num_dst, num_edges, options)
     plan = replace(plan, ends=ends, last_node=last_node, weights=weights)
-    shards = shards_of_owners(owners, plan.blocks, num_dst)
+    shards = replace(shards_of_owners(owners, plan.blocks, num_dst), is_stored=True)
     order = None if order is None else order.to(device, smallest_index_dtype(order.numel()))
     if options.mode == "halo":  # layers that see whole neighbourhoods break ties by the order of edges
         given = edge_ids().to(device)

@@ -163,9 +163,18 @@ def _shards_of(edges: Tensor | Derivation, blocks: Sequence[Block], num_dst: int
     if isinstance(edges, Tensor):
         return build_shards(edges[0], edges[1], blocks, num_dst)
     are_own = all(added.size(1) == 0 or int(added[0].max()) < blocks[0].stop for added in edges.added)
-    if isinstance(edges.base, EdgeShards) and are_own and (edges.num_edges >= _LONG or not edges.added):
-        return edit_shards(edges.base, edges.dropped, edges.added)
-    return build_shards(edges.row(0), edges.row(1), blocks, num_dst)
+    if not isinstance(edges.base, EdgeShards) or not are_own:
+        return build_shards(edges.row(0), edges.row(1), blocks, num_dst)
+    if edges.num_edges >= _LONG or not edges.added:
+        found = edit_shards(edges.base, edges.dropped, edges.added)
+    else:
+        found = build_shards(edges.row(0), edges.row(1), blocks, num_dst)
+    keeps_others = _num_from_others(found) == _num_from_others(edges.base)
+    return replace(found, is_stored=edges.base.is_stored and keeps_others)
+
+
+def _num_from_others(edges: EdgeShards) -> int:
+    return sum(shard.num_edges for shard in edges.shards[edges.num_own :])
 
 
 def _same_numbers(base: Tensor | EdgeShards, other: Tensor | EdgeShards) -> bool:

@@ -211,6 +211,7 @@ class EdgeShards:
         num_edges: edges of this rank.
         largest_degree: the largest in-degree of an own node, if the shards leave out some edges; else None.
         num_own: how many shards are of the own block: two where a layer added edges to a list (self-loops).
+        is_stored: whether the edges from other ranks are those of a graph, all of them, and not some of one call.
     """
 
     shards: tuple[Shard, ...]
@@ -218,6 +219,7 @@ class EdgeShards:
     num_edges: int
     largest_degree: int | None = None
     num_own: int = 1
+    is_stored: bool = False
 
     def numbers(self, position: int) -> range:
         """Which of the shards are of the block at `position`."""
