@@ -24,7 +24,7 @@ from shardpass.cli.demo.stages import run_demo
 from shardpass.cli.diagnosis import diagnose
 from shardpass.cli.doctor import run_doctor
 from shardpass.cli.inferring import InferConfig, infer_rank
-from shardpass.cli.inspecting import run_inspect, run_inspect_layers
+from shardpass.cli.inspecting import run_inspect, run_inspect_layers, run_inspect_pairs
 from shardpass.cli.launch import run_ranks, starts_threads
 from shardpass.cli.models import ModelConfig
 from shardpass.cli.new import write_script
@@ -98,11 +98,14 @@ def inspect(
     verify: Annotated[bool, typer.Option("--verify", help="Check every byte of every file.")] = False,
     layers: Annotated[int | None, typer.Option(help="Show what `graph.layers` saves in a model of so many.")] = None,
     mask: Annotated[str, typer.Option(help="With --layers: the node field of the wanted nodes.")] = "train_mask",
+    pairs: Annotated[bool, typer.Option("--pairs", help="Show what partial sums save between each two ranks.")] = False,
 ) -> None:
     """Show what a store holds and what its partition costs."""
     run_inspect(store, ranks, verify)
     if layers is not None:
         run_inspect_layers(store, ranks, mask, layers)
+    if pairs:
+        run_inspect_pairs(store, ranks)
 
 
 @app.command()

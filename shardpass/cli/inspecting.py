@@ -9,9 +9,10 @@ from rich.table import Table
 
 from shardpass.cli.console import output
 from shardpass.core.ranks import bytes_text
-from shardpass.data import Report, inspect, inspect_layers, open_store
+from shardpass.data import Report, inspect, inspect_layers, inspect_pairs, open_store
 from shardpass.data import verify as verify_store
 
+_MOST_PAIRS = 8  # ranks whose table fits a screen
 _QUANTITIES = ("num_nodes", "num_edges", "num_halo_rows", "num_cut_edges", "num_bytes")
 
 
@@ -40,6 +41,24 @@ def run_inspect_layers(store: str, ranks: int | None, mask: str, num_layers: int
         pairs = ((layer.nodes, all_nodes), (layer.edges, all_edges), (layer.halo_rows, whole.num_halo_rows))
         table.add_row(str(number), *(f"{part:,} ({part / max(1, total):.1%})" for part, total in pairs))
     output().print(table)
+
+
+def run_inspect_pairs(store: str, ranks: int | None) -> None:
+    """Print the rows that each rank fetches from each other one, and how many fewer partial sums make that."""
+    halo, fewest = inspect_pairs(store, ranks)
+    console = output()
+    if len(halo) <= _MOST_PAIRS:
+        table = Table(title="rows of a layer that a rank fetches, and with Options(partial_sums=True)")
+        for title in ("rank", *(f"from {owner}" for owner in range(len(halo)))):
+            table.add_column(title, justify="right")
+        for rank, (rows, fewer) in enumerate(zip(halo.tolist(), fewest.tolist())):
+            table.add_row(str(rank), *(_with_fewer(*pair) if pair[0] else "" for pair in zip(rows, fewer)))
+        console.print(table)
+    console.print(f"rows per layer, and with partial sums: {_with_fewer(int(halo.sum()), int(fewest.sum()))}")
+
+
+def _with_fewer(rows: int, fewer: int) -> str:
+    return f"{rows:,} → {fewer:,} ({fewer / max(1, rows) - 1:.0%})"
 
 
 def _heading(report: Report) -> str:

@@ -20,6 +20,7 @@ from shardpass.data.readers import (
     stream_ogb,
     stream_tables,
 )
+from shardpass.data.rows_between import inspect_pairs
 from shardpass.data.shard import shard
 from shardpass.data.store import Store, open_store
 
@@ -37,6 +38,7 @@ __all__ = [
     "find_nodes",
     "inspect",
     "inspect_layers",
+    "inspect_pairs",
     "load",
     "merge_parts",
     "node_names",

@@ -111,8 +111,14 @@ def inspect(path: str | os.PathLike[str], ranks: int | None = None) -> Report:
         ValueError: when there are more ranks than parts.
     """
     store = open_store(path)
-    groups = [_group(store, parts) for parts in _groups(store, ranks)]
+    groups = [_group(store, parts) for parts in groups_of(store, ranks)]
     return Report(store.path, store.manifest, ranks, groups)
+
+
+def groups_of(store: Store, ranks: int | None) -> list[range]:
+    """The parts of each rank; each part alone for `None`."""
+    count = store.num_parts if ranks is None else require_count(ranks, "ranks", "inspect(path, ranks)", 1, _MOST_RANKS)
+    return [parts_of_rank(store.num_parts, count, rank) for rank in range(count)]
 
 
 def inspect_layers(
@@ -136,7 +142,7 @@ def inspect_layers(
         masks = [name for name, i in store.manifest.node_fields[NODE].items() if i.dtype == torch.bool and not i.shape]
         raise ValueError(f"{store.path} has no node mask {mask!r}; there are: {', '.join(masks) or 'none'}")
     wanted = store.node_fields(NODE, range(store.num_parts))[mask].clone()
-    groups = _groups(store, ranks)
+    groups = groups_of(store, ranks)
     reports: list[LayerReport] = []
     for _ in range(num_layers):
         report, wanted = _layer(store, groups, wanted)
@@ -175,12 +181,6 @@ def verify(path: str | os.PathLike[str], progress: Callable[[str, int, int], Non
     if partition_fingerprint(manifest.graph_fingerprint, store.num_parts, part_of) != manifest.partition_fingerprint:
         raise StoreError(f"{store.path} contradicts itself: its fingerprint is not that of the parts of its nodes")
     return manifest
-
-
-def _groups(store: Store, ranks: int | None) -> list[range]:
-    """The parts of each rank; each part alone for `None`."""
-    count = store.num_parts if ranks is None else require_count(ranks, "ranks", "inspect(path, ranks)", 1, _MOST_RANKS)
-    return [parts_of_rank(store.num_parts, count, rank) for rank in range(count)]
 
 
 def _group(store: Store, parts: range) -> GroupReport:

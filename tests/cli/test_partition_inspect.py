@@ -9,7 +9,7 @@ from cli_helpers import passed, refused
 
 import shardpass as sp
 from shardpass.cli.graphs import digits, powerlaw
-from shardpass.data import inspect_layers, open_store, read
+from shardpass.data import inspect_layers, inspect_pairs, open_store, read
 
 
 def test_npz_is_partitioned(tmp_path: Path) -> None:
@@ -71,6 +71,16 @@ def test_inspect_shows_parts_ranks_and_verifies(store: Path) -> None:
     assert f"{report.num_cut_edges:,}" in text and "0-1" in text
     for group in report.groups:
         assert f"{group.num_halo_rows:,}" in text
+
+
+@pytest.mark.parametrize("ranks", [2, None])
+def test_inspect_shows_what_partial_sums_save(store: Path, ranks: int | None) -> None:
+    halo, fewest = inspect_pairs(store, ranks)
+    report = sp.inspect(store, ranks)
+    assert halo.sum(1).tolist() == [group.num_halo_rows for group in report.groups]
+    assert (fewest <= halo).all() and 0 < fewest.sum() < halo.sum()
+    text = passed("inspect", store, "--pairs", *(() if ranks is None else ("--ranks", ranks)))
+    assert f"{int(halo.sum()):,} → {int(fewest.sum()):,}" in text and f"{int(halo[0, 1]):,} →" in text
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -28,7 +28,7 @@ class Offer(NamedTuple):
         end_maps: fingerprint of the linear maps of rows of the ends inside the message function.
         out_edges: the serial number of its `OutEdges`, or -1.
         mix: fingerprint of the tensor with which scores are mixed.
-        sums, weights: the serial numbers of its `PartialSums` and of their weights, 0 of none, or -1 if it can have none.
+        sums, weights: the serial numbers of its `PartialSums` and of their weights, 0 of none, or -1.
     """
 
     has_sums: int = 0
