@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -137,6 +138,34 @@ def test_bytes_are_those_of_the_covers(name: str) -> None:
     saved = bytes_of(False) - bytes_of(True)
     assert fewer < 0.7 * halo
     assert saved == (halo - fewer) * (WIDTH + 3) * 2 * 8
+
+
+def test_with_constant_rows_kept_and_two_bytes_the_fewest_travel() -> None:
+    whole = graph_with_hubs()
+    whole.node["x"] = whole.node["x"].float()
+    torch.manual_seed(0)
+    plain = Layers(gnn.SAGEConv(WIDTH, 8), gnn.SAGEConv(8, 8), gnn.SAGEConv(8, 3))
+    expected = plain(whole.node["x"], whole.edge_index, whole.edge["w"])
+
+    def work(comm: Any, options: dict[str, Any]) -> int:
+        graph = share(whole, comm, share_memory=False, backward="push", **options)
+        model = sp.pyg.wrap(copy.deepcopy(plain), comm)
+        for _ in range(4):
+            before = comm.bytes_sent
+            out = model(graph.x, graph.edge_index, graph.w)
+            out.sum().backward()
+        torch.testing.assert_close(out, expected[graph.node_ids], rtol=0, atol=0.05)
+        return comm.bytes_sent - before
+
+    ways = {"partial_sums": (False, True), "cache_constant_inputs": (False, True), "wire_dtype": (None, torch.bfloat16)}
+    sent = {
+        switched: sum(run(lambda comm, switched=switched: work(comm, dict(zip(ways, switched))), 3))
+        for switched in itertools.product(*ways.values())
+    }
+    for switched, num_bytes in sent.items():
+        for one, (off, on) in enumerate(ways.values()):
+            if switched[one] == off:
+                assert sent[(*switched[:one], on, *switched[one + 1 :])] < num_bytes
 
 
 def test_runs_give_the_same_bits() -> None:
