@@ -20,6 +20,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class Net(nn.Module):
         super().__init__()
         make, width, count, self.dropout = SETTINGS[kind]
         widths = [channels, *[width] * count]
-        self.convs = nn.ModuleList(make(*pair) for pair in zip(widths, widths[1:]))
+        self.convs = nn.ModuleList(make(*pair) for pair in pairwise(widths))
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in self.convs)
         self.last = nn.Linear(width, classes)
 
@@ -101,7 +102,8 @@ def train(comm: sp.Communicator, folder: str, kind: str, way: str, rate: float, 
                 out = exact.eval()(graph.x, graph.edge_index)
                 val, test = (sp.accuracy(out, graph.y, graph.node[f"{name}_mask"], comm) for name in ("val", "test"))
             exact.train()
-            curve.append(dict(cpu=used[0], bytes=used[1], seconds=used[2], epochs=epochs, val=val, test=test))
+            cost = dict(zip(("cpu", "bytes", "seconds"), used))
+            curve.append({**cost, "epochs": epochs, "val": val, "test": test})
     return {"way": way, "rate": rate, "fanout": fanout, "curve": curve}
 
 
@@ -162,7 +164,8 @@ def picture(runs: list[Record], path: Path, title: str) -> None:
             if run["curve"][-1][cost]:
                 axis.plot([p[cost] for p in run["curve"]], best_of(run["curve"]), label=run["way"])
         axis.set_xlabel(f"{words}, of all ranks")
-        axis.legend()
+        if axis.lines:
+            axis.legend()
     figure.axes[0].set_ylabel("test accuracy")
     figure.suptitle(title)
     figure.savefig(path)
@@ -178,11 +181,16 @@ def report(name: str, kind: str, seconds: float, runs: list[Record]) -> str:
     ]
     for run in runs:
         fanout = run["fanout"] if run["way"].startswith("sampled") else "-"
-        lines.append(
-            f"| {run['way']} | {run['rate']} | {fanout} | {run['curve'][-1]['epochs']} | "
-            f"{best_of(run['curve'])[-1]:.4f} | {reached(run, top - 0.01, 'cpu')} | {reached(run, top - 0.005, 'cpu')} | "
-            f"{reached(run, top - 0.005, 'bytes')} |"
-        )
+        costs = [reached(run, top - 0.01, "cpu"), *(reached(run, top - 0.005, cost) for cost in ("cpu", "bytes"))]
+        cells = [
+            run["way"],
+            run["rate"],
+            fanout,
+            run["curve"][-1]["epochs"],
+            f"{best_of(run['curve'])[-1]:.4f}",
+            *costs,
+        ]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + f"\n\n{seconds:.0f} CPU seconds each.\n"
 
 
@@ -192,9 +200,7 @@ def runs_of(folder: str, data: Data, kind: str, ways: list[str], seconds: float)
     for way in ways:
         ranks = int(way.split()[1]) if way.startswith("whole") else 1
         sp.partition(data, f"{folder}/parts", ranks, "kaminpar", overwrite=True)
-        settings = (
-            [(rate, fanout) for rate in RATES for fanout in FANOUTS] if ranks and "sampled" in way else [(RATES[0], 0)]
-        )
+        settings = [*product(RATES, FANOUTS)] if way.startswith("sampled") else [(RATES[0], 0)]
         tried = [
             sp.spawn(train, ranks, "processes", args=(folder, kind, way, *setting, seconds))[0] for setting in settings
         ]
