@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import shardpass as sp
+from benchmarks.comparison import figures
 from docs.docstrings import table_of_files
 from tests.site_build import build_site
 
@@ -204,6 +205,11 @@ def test_figures_are_up_to_date(tmp_path: Path) -> None:
     for name, draw in module.FIGURES.items():
         found = (ROOT / "docs" / "figures" / name).read_text(encoding="utf-8")
         assert found == draw(), f"run python docs/make_figures.py: {name} is out of date"
+
+
+def test_the_comparison_has_the_figures_of_the_last_report() -> None:
+    page = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
+    assert figures() in page, "docs/comparison.md is not what python -m benchmarks.comparison prints"
 
 
 def test_the_navigation_has_every_page_once() -> None:

@@ -180,21 +180,3 @@ ONE_SHOT: dict[str, Case] = {
 
 ELSEWHERE = {"HeteroConv", "HGTConv", "HANConv", "GPSConv"}
 """Exact as well: see test_pyg_hetero.py and test_pyg_attention.py."""
-
-KERNEL = frozenset([
-    "GCNConv", "GCNConv weighted", "GCNConv decomposed", "GCNConv cached", "SAGEConv mean", "SAGEConv max",
-    "SAGEConv min", "GINConv", "GraphConv", "APPNP", "SimpleConv", "ChebConv", "ChebConv weighted rw",
-    "ChebConv unnormalised", "SAGEConv normalised pair", "GatedGraphConv", "TAGConv", "SGConv", "SSGConv",
-    "MFConv", "RGCNConv", "RGCNConv blocks", "SignedConv", "ClusterGCNConv", "GCN2Conv", "WLConvContinuous",
-    "PDNConv", "LGConv", "AntiSymmetricConv", "MixHopConv", "DirGNNConv", "DirGNNConv of GCNConv",
-    "GCNConv against the edges",
-])  # fmt: skip
-"""Their messages are source rows, or source rows times an edge scalar: fused kernels, however they are written."""
-
-ONE_PASS_SOFTMAX = frozenset([
-    "SAGEConv list", "GATConv", "GATConv edges", "GATv2Conv", "TransformerConv", "GENConv", "user's layer",
-    "GATConv pair", "GATv2Conv shared", "AGNNConv", "RGATConv", "PointTransformerConv", "GENConv with BatchNorm",
-    "GeneralConv", "GeneralConv dot", "HEATConv", "DirGNNConv of GATConv", "GATv2Conv against the edges",
-    "GATConv attention weights", "GATv2Conv attention weights",
-])  # fmt: skip
-"""Their softmax takes one pass over the blocks (two reductions merged as they grow); all others run as they are."""

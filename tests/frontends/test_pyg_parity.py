@@ -14,9 +14,7 @@ import torch_geometric.nn as gnn
 import torch_geometric.nn.conv as pyg_convs
 
 import shardpass as sp
-import shardpass.core.aggregation.sharded_call as core_aggregate
 from shardpass.core.aggregation import sharded_call
-from shardpass.core.aggregation.agreement import settle
 from shardpass.errors import NeedsHaloError
 from shardpass.frontends.pyg.refusals import REFUSED
 from shardpass.testing import (
@@ -28,7 +26,7 @@ from shardpass.testing import (
     shard_in_memory,
 )
 
-from .conv_cases import CONVS, ELSEWHERE, KERNEL, MORE_CONVS, ONE_PASS_SOFTMAX, ONE_SHOT, SORTED
+from .conv_cases import CONVS, ELSEWHERE, MORE_CONVS, ONE_SHOT, SORTED
 from .example_models import EXAMPLES
 from .how_much import MODES, ONE_PART_EMPTY, assert_case_exact, in_turn
 from .pyg_cases import GRAPH, LAYERS, MODELS, GatedConv
@@ -142,27 +140,6 @@ def test_whole_neighbourhoods_need_halo_mode(name):
     owners = torch.arange(SORTED.num_nodes) % 2
     with pytest.raises(NeedsHaloError, match="halo"):
         evaluate_sharded(model, SORTED, call, owners, 2, sp.pyg.wrap, sp.Options(mode="sar"), whole)
-
-
-@pytest.mark.parametrize("name", CONVS)
-def test_the_path_is_found_by_tracing(name, monkeypatch):
-    """No table of classes says which layers are simple: what they do with their edges does."""
-    found = []
-
-    def recorded(*args):
-        answer = settle(*args)
-        found.append(answer[1])
-        return answer
-
-    monkeypatch.setattr(core_aggregate, "settle", recorded)
-    comm = sp.connect("local")
-    graph = shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.int64), comm)
-    make, call = CONVS[name]
-    call(sp.pyg.wrap(make().double(), comm), {**dict(graph.node), **dict(graph.edge)}, graph)
-    reductions = [reduction for structure in found for reduction in structure.reductions]
-    simple = all(reduction.form != "general" for reduction in reductions)
-    softmax = any(reduction.leader is not None for reduction in reductions)
-    assert (simple, softmax) == (name in KERNEL, name in ONE_PASS_SOFTMAX)
 
 
 def _exact() -> set[str]:
