@@ -5,6 +5,7 @@ import io
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -119,11 +120,34 @@ def test_groups(launcher: str, groups: int, folder: Path) -> None:
     [("python", 1), pytest.param("torchrun", 2, marks=[pytest.mark.processes, pytest.mark.long])],
 )
 def test_lightning(launcher: str, ranks: int, folder: Path) -> None:
-    """What ``train_pyg`` reaches, which trains the same model by hand."""
+    """It stops early, in the same epoch on any number of ranks and after a break, with the best model."""
     pytest.importorskip("lightning")
-    text = run(launcher, "lightning_trainer", folder)
-    found = re.search(r"test accuracy ([0-9.]+) on (\d+) rank", text)
-    assert found and float(found[1]) == pytest.approx(0.973, abs=0.005) and int(found[2]) == ranks
+    shutil.rmtree(folder / "lightning-ckpt", ignore_errors=True)
+    assert "epoch 3: " in run("python", "lightning_trainer", folder, "3")
+    text = run(launcher, "lightning_trainer", folder, "100")
+    found = re.search(r"epoch (\d+): test accuracy ([0-9.]+) on (\d+) rank", text)
+    assert found and int(found[1]) == 34 and int(found[3]) == ranks
+    assert float(found[2]) == pytest.approx(0.963, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [("python", 1), pytest.param("torchrun", 2, marks=[pytest.mark.processes, pytest.mark.long])],
+)
+def test_sweep(launcher: str, ranks: int, folder: Path) -> None:
+    """The same accuracies on any number of ranks, which TensorBoard reads from the logs too."""
+    pytest.importorskip("hydra")
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    text = run(launcher, "sweep", folder, "--multirun", f"hydra.sweep.dir=sweep-{launcher}", "lr=0.001,0.01,0.1")
+    found = re.findall(rf"lr ([0-9.]+): accuracy ([0-9.]+) on {ranks} rank\(s\), log in (.*)", text)
+    assert [rate for rate, *_ in found] == ["0.001", "0.01", "0.1"]
+    assert [float(accuracy) for _, accuracy, _ in found] == pytest.approx([0.133, 0.935, 0.591], abs=0.01)
+    for _, accuracy, log in found:
+        read = EventAccumulator(log).Reload().Scalars("val")
+        assert [point.step for point in read] == list(range(20))
+        assert read[-1].value == pytest.approx(float(accuracy), abs=1e-4)
 
 
 @pytest.mark.parametrize(
