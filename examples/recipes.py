@@ -70,5 +70,6 @@ for epoch in range(first, epochs):
         break
 sp.load_checkpoint("best.ckpt", comm, model, graph=data)
 restored = evaluate(model)
-if comm.rank == 0:
+if log is not None:
+    log.close()
     print(f"from epoch {first}: best accuracy {best:.4f}, restored {restored:.4f}")

@@ -1,4 +1,4 @@
-"""The files of ``examples/cluster``: scripts run, YAML has the fields of the schemas, the page quotes the files."""
+"""Launching on several hosts: scripts of ``examples/cluster`` run, YAML fits its schemas, pages quote what runs."""
 
 import os
 import re
@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import shardpass as sp
+from benchmarks.jobs import why_no_namespaces
+from shardpass.cli.launch import launcher_environment
 
 ROOT = Path(__file__).parent.parent
 CLUSTER = ROOT / "examples" / "cluster"
@@ -75,6 +77,64 @@ def test_a_slurm_script_trains(tmp_path: Path) -> None:
     assert "2 ranks" in done.stdout and (tmp_path / "run.ckpt").exists()
 
 
+PROGRAM = """
+import sys
+import shardpass as sp, torch
+from torch_geometric.nn import GAT
+
+comm = sp.connect()
+graph = sp.load(sys.argv[1], comm)
+torch.manual_seed(0)
+model = sp.pyg.wrap(GAT(4, 8, 2, 2), comm)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+for _ in range(3):
+    loss = sp.cross_entropy(model(graph.x, graph.edge_index), graph.y, None, comm)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print(f"rank {comm.rank} of {comm.size}, beside {comm.local_ranks}: {loss.item():.6f}", flush=True)
+"""
+
+ON_EACH_HOST = """
+for rank in 0 1; do
+    in_host="nsenter -t ${NAMESPACES%% *} -n unshare -u"  # a name of its own too, as hosts that share memory have one
+    NAMESPACES=${NAMESPACES#* }
+    $in_host bash -c "echo host$rank > /proc/sys/kernel/hostname; exec $1 $rank $2" & started[$rank]=$!
+done
+wait ${started[0]} && wait ${started[1]}
+"""
+
+
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.skipif(bool(why_no_namespaces()), reason=why_no_namespaces() or "-")
+def test_torchrun_on_two_hosts(tmp_path: Path) -> None:
+    """The command of the page, in network namespaces: the numbers are those of one process."""
+    pytest.importorskip("torch_geometric")
+    page = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^torchrun (--nnodes 2 .*)$", page, re.M)
+    line = line.replace("--nproc-per-node 4", "--nproc-per-node 2").replace("host0", "10.9.0.10")
+    before, after = line.split("--node-rank 0")
+    (tmp_path / "train.py").write_text(PROGRAM)
+    draw = torch.Generator().manual_seed(0)
+    edges, x = torch.randint(60, (2, 300), generator=draw), torch.randn(60, 4, generator=draw)
+    sp.partition({"edge_index": edges, "x": x, "y": torch.arange(60) % 2}, tmp_path / "parts", parts=4, method="range")
+    env = launcher_environment() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def said(*command: str) -> list[tuple[str, str, str]]:
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=480, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return sorted(re.findall(r"rank (\d of \d), beside \(([\d, ]+)\): ([\d.]+)", done.stdout))
+
+    ((_, _, loss),) = said(sys.executable, "train.py", "parts")
+    hosts = ["unshare", "-rn", "bash", str(ROOT / "benchmarks" / "three_hosts.sh"), "bash", "-c", ON_EACH_HOST, "-"]
+    found = said(*hosts, f"{sys.executable} -m torch.distributed.run {before}--node-rank", after)
+    assert [(rank, beside) for rank, beside, _ in found] == [
+        ("0 of 4", "0, 1"), ("1 of 4", "0, 1"), ("2 of 4", "2, 3"), ("3 of 4", "2, 3"),
+    ]  # fmt: skip
+    assert [float(of_rank) for *_, of_rank in found] == pytest.approx([float(loss)] * 4, abs=2e-6)
+
+
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 def test_manifests_have_the_fields_of_their_schemas(path: Path) -> None:
     by_kind = {found["kind"]: found for found in documents(path)}
@@ -83,6 +143,8 @@ def test_manifests_have_the_fields_of_their_schemas(path: Path) -> None:
         assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", found["metadata"]["name"])
     if path.name.startswith("trainjob"):
         check_training(by_kind["TrainingRuntime"], by_kind["TrainJob"])
+    elif path.name == "pytorchjob.yaml":
+        check_operator(by_kind["PyTorchJob"])
     elif path.name == "network-policy.yaml":
         policy = by_kind["NetworkPolicy"]
         assert policy["apiVersion"] == "networking.k8s.io/v1"
@@ -125,6 +187,61 @@ def check_training(runtime: dict[str, Any], job: dict[str, Any]) -> None:
     assert policy == "torch" or words[words.index("-n") + 1] == str(ranks)
     threads = int(words[words.index("--threads") + 1])
     assert threads * trainer["numProcPerNode"] <= int(trainer["resourcesPerNode"]["requests"]["cpu"])
+
+
+def check_operator(job: dict[str, Any]) -> None:
+    """The schema, and what only the operator's own checks find: kinds of replicas and the container's name."""
+    (schema,) = documents(ROOT / "tests" / "pytorchjob_schema.yaml")
+    fits(job, schema, "job")
+    assert job["apiVersion"] == "kubeflow.org/v1"
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    assert set(replicas) == {"Master", "Worker"} and replicas["Master"]["replicas"] == 1
+    assert {one["restartPolicy"] for one in replicas.values()} <= {"Always", "ExitCode", "Never", "OnFailure"}
+    pods = sum(one["replicas"] for one in replicas.values())
+    assert job["spec"]["runPolicy"]["backoffLimit"] == 3 * pods + 1
+    for one in replicas.values():
+        pod = one["template"]["spec"]
+        check_pod(pod)
+        (container,) = pod["containers"]
+        assert container["name"] == "pytorch", "the operator looks for this name"
+        words = [*container["command"], *container["args"]]
+        check_command(words)
+        options = dict(re.findall(r"--([\w-]+)=(\S+)", " ".join(words)))
+        threads = int(words[words.index("--threads") + 1])
+        assert int(options["nnodes"]) == pods
+        assert threads * int(options["nproc-per-node"]) <= int(container["resources"]["requests"]["cpu"])
+
+
+def fits(value: Any, schema: dict[str, Any], where: str) -> None:
+    """Fails unless a value is of the schema's type, with the fields that it requires and no others."""
+    types = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
+    assert type(value) is types[schema["type"]], f"{where} is {value!r}, not of type {schema['type']}"
+    if isinstance(value, dict):
+        fields, others = schema.get("properties", {}), schema.get("additionalProperties")
+        assert set(schema.get("required", ())) <= set(value), f"{where} has not all of {schema['required']}"
+        assert others or set(value) <= set(fields), f"{where} has the fields {set(value) - set(fields)}"
+        for name, one in value.items():
+            fits(one, fields.get(name, others), f"{where}.{name}")
+    for number, one in enumerate(value if isinstance(value, list) else ()):
+        fits(one, schema["items"], f"{where}[{number}]")
+
+
+@pytest.mark.parametrize(
+    ("place", "wrong", "words"),
+    [
+        (("spec", "runPolicy"), {"backofLimit": 3}, "has the fields {'backofLimit'}"),
+        (("spec", "runPolicy"), {"backoffLimit": "3"}, "is '3', not of type integer"),
+        (("spec",), {}, "has not all of"),
+    ],
+)
+def test_what_does_not_fit_the_schema_is_found(place: tuple[str, ...], wrong: dict[str, Any], words: str) -> None:
+    (job,), (schema,) = documents(CLUSTER / "pytorchjob.yaml"), documents(ROOT / "tests" / "pytorchjob_schema.yaml")
+    within = job
+    for name in place[:-1]:
+        within = within[name]
+    within[place[-1]] = wrong
+    with pytest.raises(AssertionError, match=words):
+        fits(job, schema, "job")
 
 
 def check_pod(pod: dict[str, Any]) -> None:

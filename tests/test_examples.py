@@ -2,9 +2,11 @@
 
 import importlib
 import io
+import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -68,12 +70,21 @@ def test_train_pyg(launcher: str, ranks: int, folder: Path) -> None:
     assert "epoch 40: loss 0.03" in text
 
 
-def test_recipes(folder: Path) -> None:
-    """The second run goes on where the first one stood, and ends with the best model of all epochs."""
-    assert "from epoch 0: " in run("python", "recipes", folder, "3")
-    text = run("python", "recipes", folder, "30")
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [("python", 1), pytest.param("torchrun", 2, marks=[pytest.mark.processes, pytest.mark.long])],
+)
+def test_recipes(launcher: str, ranks: int, folder: Path) -> None:
+    """The second run goes on where the first one stood, stops early, and ends with the best model of all epochs."""
+    for name in ("run.ckpt", "best.ckpt", "log.csv"):
+        (folder / name).unlink(missing_ok=True)
+    assert "from epoch 0: " in run(launcher, "recipes", folder, "3")
+    text = run(launcher, "recipes", folder, "200")
     found = re.search(r"from epoch 3: best accuracy ([0-9.]+), restored ([0-9.]+)", text)
     assert found and float(found[1]) > 0.9 and abs(float(found[1]) - float(found[2])) < 0.002
+    values = [float(line.split(",")[2]) for line in (folder / "log.csv").read_text().splitlines()]
+    assert len(values) < 200 and values[-6] == max(values), "five without a rise"
+    assert values[-6] == pytest.approx(float(found[1]), abs=1e-4)
 
 
 def test_custom_layer(folder: Path) -> None:
@@ -119,11 +130,69 @@ def test_groups(launcher: str, groups: int, folder: Path) -> None:
     [("python", 1), pytest.param("torchrun", 2, marks=[pytest.mark.processes, pytest.mark.long])],
 )
 def test_lightning(launcher: str, ranks: int, folder: Path) -> None:
-    """What ``train_pyg`` reaches, which trains the same model by hand."""
+    """It stops early, in the same epoch on any number of ranks and after a break, with the best model."""
     pytest.importorskip("lightning")
-    text = run(launcher, "lightning_trainer", folder)
-    found = re.search(r"test accuracy ([0-9.]+) on (\d+) rank", text)
-    assert found and float(found[1]) == pytest.approx(0.973, abs=0.005) and int(found[2]) == ranks
+    shutil.rmtree(folder / "lightning-ckpt", ignore_errors=True)
+    assert "epoch 3: " in run("python", "lightning_trainer", folder, "3")
+    text = run(launcher, "lightning_trainer", folder, "100")
+    found = re.search(r"epoch (\d+): test accuracy ([0-9.]+) on (\d+) rank", text)
+    assert found and int(found[1]) == 34 and int(found[3]) == ranks
+    assert float(found[2]) == pytest.approx(0.963, abs=0.005)
+
+
+ROUNDS = (
+    "send in round 0 (",
+    "compute own block (",
+    "wait for block 1 (",
+    "compute block 1 (",
+    "wait for gradients of",
+)
+"""How the names of what a rank does in a call begin in a trace."""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks"), [("python", 1), pytest.param("torchrun", 2, marks=pytest.mark.processes)]
+)
+def test_profiling(launcher: str, ranks: int, folder: Path) -> None:
+    """A trace in the format of Chrome: a process for each rank at the same time, with the rounds, and whole arrows."""
+    run(launcher, "profiling", folder, f"{launcher}.json")
+    events = json.loads((folder / f"{launcher}.json").read_text())["traceEvents"]
+    named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert named == {rank + 1: f"rank {rank}" for rank in range(ranks)} and {event["pid"] for event in events} == {
+        *named
+    }
+    blocks = [event for event in events if event["ph"] == "X"]
+    assert all(event["dur"] >= 0 and isinstance(event["tid"], int) for event in blocks)
+    steps = [event for event in blocks if event["name"] == "forward"]
+    assert len(steps) == ranks and max(step["ts"] for step in steps) < min(step["ts"] + step["dur"] for step in steps)
+    for rank in range(ranks):
+        names = {event["name"] for event in blocks if event["pid"] == rank + 1}
+        assert [words for words in ROUNDS if any(name.startswith(words) for name in names)] == (
+            [*ROUNDS] if ranks > 1 else ["compute own block ("]
+        )
+        assert any(name.endswith("GATConv (convs.1))") for name in names), "the layer is named"
+    ends = [sorted(event["id"] for event in events if event["ph"] == kind) for kind in ("s", "f")]
+    assert ends[0] and ends[0] == ends[1]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [("python", 1), pytest.param("torchrun", 2, marks=[pytest.mark.processes, pytest.mark.long])],
+)
+def test_sweep(launcher: str, ranks: int, folder: Path) -> None:
+    """The same accuracies on any number of ranks, which TensorBoard reads from the logs too."""
+    pytest.importorskip("hydra")
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    text = run(launcher, "sweep", folder, "--multirun", f"hydra.sweep.dir=sweep-{launcher}", "lr=0.001,0.01,0.1")
+    found = re.findall(rf"lr ([0-9.]+): accuracy ([0-9.]+) on {ranks} rank\(s\), log in (.*)", text)
+    assert [rate for rate, *_ in found] == ["0.001", "0.01", "0.1"]
+    assert [float(accuracy) for _, accuracy, _ in found] == pytest.approx([0.133, 0.935, 0.591], abs=0.01)
+    for _, accuracy, log in found:
+        read = EventAccumulator(log).Reload().Scalars("val")
+        assert [point.step for point in read] == list(range(20))
+        assert read[-1].value == pytest.approx(float(accuracy), abs=1e-4)
 
 
 @pytest.mark.parametrize(
