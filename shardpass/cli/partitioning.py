@@ -61,6 +61,9 @@ class PartitionConfig:
     src: Annotated[str | None, typer.Option(help="With names: the column of sources (default: src).")] = None
     dst: Annotated[str | None, typer.Option(help="With names: the column of destinations (default: dst).")] = None
     drop: Annotated[list[str] | None, typer.Option(help="Leave out this field (may be repeated).")] = None
+    keep: Annotated[
+        list[str] | None, typer.Option(help="A column of features that looks like a label or index (may be repeated).")
+    ] = None
     threads: Annotated[int, typer.Option(help="kaminpar: with more than 1, the parts differ from run to run.")] = 1
     memory: Annotated[float, typer.Option(help="Files: GiB for edges on each rank, before temporary files.")] = 1.0
 
@@ -72,17 +75,18 @@ class PartitionConfig:
 def read_source(config: PartitionConfig) -> GraphFiles | RawGraph:
     """The graph, as `shardpass.partition` takes it."""
     name, drop, node_id = config.input, tuple(config.drop or ()), config.node_id
+    keep = tuple(config.keep or ())
     masks = config.given("train_mask", "val_mask", "test_mask")
     beside = config.given("features", "labels", "weights", "num_nodes")
     if config.names or config.nodes is not None:
         if others := [*masks, *beside]:
             raise ValueError(f"--{others[0].replace('_', '-')} is by number, and these nodes have names: use --nodes")
-        return stream_tables(name, drop=drop, **config.given("nodes", "node_id", "label", "src", "dst"))
+        return stream_tables(name, drop=drop, keep=keep, **config.given("nodes", "node_id", "label", "src", "dst"))
     is_edge_list = not name.startswith("demo:") and name.endswith(_EDGE_LISTS)
     if config.given("label", "src", "dst") or (node_id is not None and is_edge_list):
         raise ValueError("--node-id, --label, --src and --dst name columns of tables: pass --nodes, or --names as well")
     if is_edge_list:
-        return replace(stream_edge_list(name, masks=masks, **beside), drop=drop)
+        return replace(stream_edge_list(name, masks=masks, keep=keep, **beside), drop=drop)
     if masks or beside:
         raise ValueError(
             f"--features, --labels, --weights, --num-nodes and masks belong to edge lists ({', '.join(_EDGE_LISTS)}); "
@@ -90,7 +94,9 @@ def read_source(config: PartitionConfig) -> GraphFiles | RawGraph:
         )
     if name.startswith("demo:"):
         return replace(read(demo_graph(name), drop=drop, node_id=node_id), source=name)
-    files = stream_files(name, drop=drop) if node_id is None else None
+    files = stream_files(name, drop=drop, keep=keep) if node_id is None else None
+    if keep and files is None:
+        raise ValueError(f"--keep names columns of a file of features or of --nodes, and {name} is neither")
     return files or read(name, drop=drop, node_id=node_id)
 
 

@@ -7,8 +7,9 @@ import shutil
 import tempfile
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from shardpass.core.ranks import refuse_irregular, tells_of_full_disk
 from shardpass.data.file_rows import FileRows, in_memory
 from shardpass.data.raw import EDGE, NODE, EdgeArrays, RawGraph
 from shardpass.data.readers.mapping import count_nodes
-from shardpass.data.readers.parquet import parquet_edges, parquet_rows
-from shardpass.data.readers.text import is_text, text_edges, text_rows
+from shardpass.data.readers.parquet import parquet_edges, parquet_features, parquet_rows
+from shardpass.data.readers.text import is_text, text_edges, text_features, text_rows
 from shardpass.data.reading import reading
 from shardpass.data.rows import as_tensor
 from shardpass.data.streaming import Budget
@@ -59,6 +60,7 @@ class EdgeListFiles(GraphFiles):
     """An edge list and arrays beside it. Made by `stream_edge_list`.
 
     drop: the names of fields to leave out.
+    keep: columns of `x` whose names are those of an index or a label.
     """
 
     edges: Path
@@ -66,8 +68,11 @@ class EdgeListFiles(GraphFiles):
     weights: Path | None = None
     num_nodes: int | None = None
     drop: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
 
     def open(self, budget: Budget) -> RawGraph:
+        x = None if "x" in self.drop else self.fields.get("x")
+        columns = [] if x is None else budget.team.first(str(x), partial(_features, x, self.keep))
         ends, weights = open_edges(self.edges, budget)
         if self.weights is not None:
             if weights is not None:
@@ -75,7 +80,8 @@ class EdgeListFiles(GraphFiles):
             weights = open_rows(self.weights, budget)
         node_fields = {name: open_rows(path, budget) for name, path in self.fields.items() if name not in self.drop}
         weights = None if "edge_weight" in self.drop else weights
-        return _graph(ends, weights, node_fields, self.num_nodes, f"{self.edges.name} (edge list)")
+        graph = _graph(ends, weights, node_fields, self.num_nodes, f"{self.edges.name} (edge list)")
+        return replace(graph, columns={NODE: {"x": columns}} if columns else {})
 
     open_together = open
 
@@ -88,6 +94,7 @@ def stream_edge_list(
     masks: Mapping[str, PathLike] | None = None,
     weights: PathLike | None = None,
     num_nodes: int | None = None,
+    keep: Collection[str] = (),
 ) -> EdgeListFiles:
     """An edge list in files, for `shardpass.partition`, which never holds it in memory as a whole.
 
@@ -107,6 +114,7 @@ def stream_edge_list(
         masks: booleans [num_nodes] by name, such as `"train_mask"`.
         weights: becomes `edge_weight`, [num_edges].
         num_nodes: needed when there are neither features nor labels nor masks.
+        keep: columns of the features that are meant, though their names are those of an index or a label.
 
     Raises:
         ValueError: when a file does not exist or is of a kind that cannot be read.
@@ -122,7 +130,7 @@ def stream_edge_list(
     _check_kind(path, _EDGE_FILES)
     for file in (*fields.values(), *([beside] if beside else [])):
         _check_kind(file, _FIELD_FILES)
-    return EdgeListFiles(path, fields, beside, num_nodes)
+    return EdgeListFiles(path, fields, beside, num_nodes, keep=tuple(keep))
 
 
 def read_edge_list(
@@ -162,6 +170,13 @@ def _graph(ends: EdgeArrays, weights: Any, node_fields: Mapping[str, Any], num_n
     edge_fields = {} if weights is None else {"edge_weight": weights}
     count = count_nodes(num_nodes, node_fields, NODE)
     return RawGraph({NODE: count}, {EDGE: ends}, {NODE: node_fields}, {EDGE: edge_fields}, {}, source)
+
+
+def _features(path: Path, keep: Collection[str]) -> list[str]:
+    """The names of the columns of features in a file, if it has names."""
+    if path.suffix == ".parquet" or path.is_dir():
+        return parquet_features(path, keep)
+    return text_features(path, keep) if is_text(path) else []
 
 
 def open_edges(path: Path, budget: Budget) -> tuple[EdgeArrays, FileRows | None]:

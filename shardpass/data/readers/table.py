@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardpass.core.ranks import refuse_irregular
+from shardpass.data.column_names import pandas_index
 from shardpass.data.names import IdColumn, name_type
 from shardpass.data.readers.parquet import open_dataset, record_batches
 from shardpass.data.reading import reading
@@ -22,12 +23,14 @@ class Table:
     """A Parquet file, a folder of them, or a CSV file whose first line names the columns. Made by `open_table`.
 
     types: the type of pyarrow of each column; of a CSV file what the first block of the column looks like.
+    index: the columns in which pandas has written an index.
     """
 
     path: Path
     is_text: bool
     types: dict[str, Any]
     num_rows: int
+    index: tuple[str, ...]
 
     def batches(self, types: Mapping[str, Any], budget: Budget) -> Iterator[tuple[int, Any]]:
         """Some columns in blocks of rows, each with the number of its first row. A CSV file is read as these types."""
@@ -55,7 +58,13 @@ def open_table(path: Path) -> Table:
     if len(set(names)) < len(names):
         raise ValueError(f"{path} has the columns {names}; expected another name for each")
     with reading(path, _kind(is_text)):
-        return Table(path, is_text, dict(zip(names, dataset.schema.types)), dataset.count_rows())
+        return Table(
+            path,
+            is_text,
+            dict(zip(names, dataset.schema.types)),
+            dataset.count_rows(),
+            tuple(pandas_index(dataset.schema)),
+        )
 
 
 def _kind(is_text: bool) -> str:

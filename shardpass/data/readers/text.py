@@ -6,7 +6,7 @@ import gzip
 import io
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -14,9 +14,9 @@ from typing import IO, Any
 import numpy as np
 
 from shardpass.core.ranks import refuse_irregular
+from shardpass.data.column_names import in_order, refuse_doubtful, refuse_index
 from shardpass.data.file_rows import FileRows, RowWriter
 from shardpass.data.raw import EdgeArrays
-from shardpass.data.readers.column_names import in_order
 from shardpass.data.reading import reading
 from shardpass.data.streaming import Budget
 from shardpass.data.team import Team
@@ -44,6 +44,7 @@ def text_edges(path: Path, budget: Budget) -> tuple[EdgeArrays, FileRows | None]
             f"{path} has the columns {', '.join(names)}; expected source, destination and perhaps a weight, "
             "in this order"
         )
+    refuse_index(path, names)
     kind = np.dtype([("src", np.int64), ("dst", np.int64), ("weight", np.float32)][: columns or 2])
     writers = {name: RowWriter(budget.file(), kind[name], name=path) for name in kind.names or ()}
 
@@ -71,6 +72,13 @@ def text_rows(path: Path, budget: Budget) -> FileRows:
             if kind is np.float32:
                 raise
     return writer.rows()
+
+
+def text_features(path: Path, keep: Collection[str]) -> list[str]:
+    """The names of the columns in the header line, if there is one. Refused as those of `parquet_features`."""
+    names, columns = _header(path)
+    refuse_doubtful(path, names, (), keep)
+    return names if len(names) == columns > 1 else []
 
 
 def _header(path: Path) -> tuple[list[str], int]:
