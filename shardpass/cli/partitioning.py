@@ -92,11 +92,11 @@ def read_source(config: PartitionConfig) -> GraphFiles | RawGraph:
             f"--features, --labels, --weights, --num-nodes and masks belong to edge lists ({', '.join(_EDGE_LISTS)}); "
             f"{name} holds its own"
         )
-    if name.startswith("demo:"):
-        return replace(read(demo_graph(name), drop=drop, node_id=node_id), source=name)
-    files = stream_files(name, drop=drop, keep=keep) if node_id is None else None
+    files = stream_files(name, drop=drop, keep=keep) if node_id is None and not name.startswith("demo:") else None
     if keep and files is None:
         raise ValueError(f"--keep names columns of a file of features or of --nodes, and {name} is neither")
+    if name.startswith("demo:"):
+        return replace(read(demo_graph(name), drop=drop, node_id=node_id), source=name)
     return files or read(name, drop=drop, node_id=node_id)
 
 

@@ -57,6 +57,31 @@ def test_from_tables_to_a_table(tables: Path, monkeypatch: pytest.MonkeyPatch) -
     )
 
 
+def test_columns_of_training_are_those_of_inference(tables: Path) -> None:
+    def nodes(name: str, order: list[int], **more: object) -> tuple[object, ...]:
+        x = np.load(tables / "whole.npz")["x"]
+        columns = {f"c{i}": x[:, i] for i in order}
+        y = {"label": np.arange(60) % 3, "split": ["train", "val", "test"] * 20}
+        parquet.write_table(pyarrow.table({"id": NAMES, **columns, **y, **more}), tables / f"{name}.parquet")
+        return tables / "edges.parquet", tables / name, "--nodes", tables / f"{name}.parquet", "--method", "random"
+
+    assert "columns of x: c0, c1, c2, c3" in passed("partition", *nodes("trained", [0, 1, 2, 3]))
+    assert "columns of x: c3, c1, c2, c0" in passed("partition", *nodes("turned", [3, 1, 2, 0]))
+    assert "columns of x: c0, c1, c2, c3" in passed("inspect", tables / "trained")
+    passed("train", tables / "trained", "--epochs", 1, "--checkpoint", tables / "c", "--best", tables / "best")
+    for weights in (tables / "c", tables / "best"):
+        told = refused("infer", tables / "turned", tables / "out.npy", "--weights", weights)
+        assert "c0, c1, c2, c3 (4); those of this graph are c3, c1, c2, c0 (4)" in told
+    passed("infer", tables / "trained", tables / "out.npy", "--weights", tables / "c")
+    told = refused("partition", *nodes("other", [0, 1], target=np.arange(60) % 3))
+    assert "'target' looks like a label, and would become a feature" in told
+    assert "c0, c1, target" in passed(
+        "partition", *nodes("other", [0, 1], target=np.arange(60) % 3), "--keep", "target"
+    )
+    demo = refused("partition", "demo:powerlaw:100", tables / "demo", "--keep", "a")
+    assert "--keep names columns of a file of features or of --nodes" in demo
+
+
 def test_names_alone_and_refusals(tables: Path) -> None:
     edges, out = tables / "edges.parquet", tables / "out"
     named = passed("partition", edges, out, "--names", "--method", "random", "--src", "dst", "--dst", "src")

@@ -79,6 +79,8 @@ def stream_files(data: Any, drop: Sequence[str] = (), keep: Sequence[str] = ()) 
         return None
     path = Path(data)
     if is_ogb(path) or (not path.exists() and path.name == str(data) and path.name.startswith(PREFIX)):
+        if keep:
+            raise ValueError(f"keep= (--keep) names columns of a file of features, and {data} is a dataset of OGB")
         return stream_ogb(data, drop=tuple(drop))
     return replace(stream_edge_list(path, keep=keep), drop=tuple(drop)) if path.is_dir() else None
 

@@ -17,6 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from shardpass.core.ranks import refuse_irregular, tells_of_full_disk
+from shardpass.data.column_names import refuse_doubtful
 from shardpass.data.file_rows import FileRows, in_memory
 from shardpass.data.raw import EDGE, NODE, EdgeArrays, RawGraph
 from shardpass.data.readers.mapping import count_nodes
@@ -127,6 +128,8 @@ def stream_edge_list(
         fields = {**{field: file for field, file in found.items() if file is not None}, **fields}
         beside = beside or _in_folder(path, "weights")
         path = _edges_in(path)
+    if keep and "x" not in fields:
+        raise ValueError(f"keep={[*keep]} (--keep) names columns of features, and none are given: pass features=")
     _check_kind(path, _EDGE_FILES)
     for file in (*fields.values(), *([beside] if beside else [])):
         _check_kind(file, _FIELD_FILES)
@@ -176,7 +179,10 @@ def _features(path: Path, keep: Collection[str]) -> list[str]:
     """The names of the columns of features in a file, if it has names."""
     if path.suffix == ".parquet" or path.is_dir():
         return parquet_features(path, keep)
-    return text_features(path, keep) if is_text(path) else []
+    if is_text(path):
+        return text_features(path, keep)
+    refuse_doubtful(path, (), (), keep)  # an array has no names to keep
+    return []
 
 
 def open_edges(path: Path, budget: Budget) -> tuple[EdgeArrays, FileRows | None]:

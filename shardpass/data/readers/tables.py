@@ -108,8 +108,8 @@ def stream_tables(
             raise ValueError(f"there is no file {file}")
         if not file.name.endswith(TABLE_FILES) and not file.is_dir():
             raise ValueError(f"{file}: expected a table, one of {', '.join(TABLE_FILES)}, or a folder of .parquet")
-    if nodes is None and (node_id or label):
-        raise ValueError("node_id= and label= name columns of a table of nodes: pass nodes= (--nodes) as well")
+    if nodes is None and (node_id or label or keep):
+        raise ValueError("node_id=, label= and keep= name columns of a table of nodes: pass nodes= (--nodes) as well")
     return TableFiles(of_edges, of_nodes, node_id, src, dst, label, tuple(drop), tuple(keep))
 
 

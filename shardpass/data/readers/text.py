@@ -77,6 +77,7 @@ def text_rows(path: Path, budget: Budget) -> FileRows:
 def text_features(path: Path, keep: Collection[str]) -> list[str]:
     """The names of the columns in the header line, if there is one. Refused as those of `parquet_features`."""
     names, columns = _header(path)
+    names = [name.strip(" \"'\ufeff") for name in names]
     refuse_doubtful(path, names, (), keep)
     return names if len(names) == columns > 1 else []
 
