@@ -34,6 +34,9 @@ class InferConfig(ModelConfig):
     mode: Annotated[Mode, typer.Option(help="sar needs the least memory. The numbers agree.")] = "sar"
     threads: Threads = 1
     overwrite: Annotated[bool, typer.Option(help="Replace a file that is there already.")] = False
+    classes: Annotated[bool, typer.Option("--classes", help="Of .parquet: add columns of class and probability.")] = (
+        False
+    )
     tag: Annotated[str, typer.Option(help="Any text: a run does not continue one with another tag.")] = ""
 
     def __post_init__(self) -> None:
@@ -67,7 +70,10 @@ def infer_rank(comm: Ranks, config: InferConfig) -> list[str]:
 
         weight = edge_weight_of(graph, config.edge_weight, config.torch_dtype)
         args = model_inputs(x, graph, weight) if is_pyg else (graph, x)
-        files = sp.infer(model, graph, config.output, *args, overwrite=config.overwrite, tag=config.tag, progress=told)
+        files = sp.infer(
+            model, graph, config.output, *args, overwrite=config.overwrite, tag=config.tag, progress=told,
+            classes=config.classes,
+        )  # fmt: skip
     console.print("wrote", *map(str, files))
     return [str(file) for file in files]
 

@@ -32,6 +32,16 @@ def pandas_index(schema: Any) -> list[str]:
     return [name for name in found if isinstance(name, str)]
 
 
+def refuse_separator(path: object, line: str) -> None:
+    """Refuse a CSV file whose first line has another separator than commas."""
+    marks = {";": "semicolons", "\t": "tabs", "|": "bars"}
+    if "," not in line and (found := [words for mark, words in marks.items() if mark in line]):
+        raise ValueError(
+            f"{path} has {found[0]} between its columns, and expected are commas: write it with commas, and points for "
+            f"decimals (with pandas, read_csv(path, sep=..., decimal=...).to_csv(path, index=False))"
+        )
+
+
 def looks_like_index(name: str) -> bool:
     """Whether a column of this name counts rows, most of the time."""
     return _INDEX.fullmatch(name.strip(" \t\r\n\"'\ufeff").lower()) is not None

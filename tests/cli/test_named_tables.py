@@ -49,6 +49,13 @@ def test_from_tables_to_a_table(tables: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "exists" in refused("infer", store, out, *options)
     passed("infer", store, tables / "numbers.npy", *options)
     np.testing.assert_array_equal(np.load(tables / "numbers.npy"), np.array(found["output"].to_pylist()))
+    classes = tables / "classes.parquet"
+    assert "writes columns of a table" in refused("infer", store, tables / "c.npy", *options, "--classes")
+    passed("infer", store, classes, *options, "--classes")
+    found = parquet.read_table(classes)
+    assert found.column_names == ["id", "class", "probability", "output"] and found["id"].to_pylist() == NAMES
+    assert found["class"].to_pylist() == expected.argmax(1).tolist()
+    np.testing.assert_allclose(found["probability"].to_numpy(), expected.softmax(1).amax(1).detach(), rtol=1e-5)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     words = refused("infer", store, tables / "again.parquet", *options)
     assert (

@@ -177,3 +177,47 @@ def test_a_checkpoint_knows_the_columns_of_training(edges: Path, tmp_path: Path)
     for turned, more in sp.spawn(work, 2):
         assert "age, posts, score (3); those of this graph are score, posts, age (3)" in turned
         assert "differ from column 0 on" in turned and "differ from column 3 on" in more
+
+
+def test_other_separators_and_labels_with_gaps_are_named(edges: Path, tmp_path: Path) -> None:
+    for mark, words in ((";", "semicolons"), ("\t", "tabs")):
+        (tmp_path / "n.csv").write_text(f"id{mark}age\n1{mark}2,5\n")
+        (tmp_path / "e.csv").write_text(f"0{mark}1\n1{mark}0\n")
+        mistakes = (
+            lambda: stream_tables(edges, tmp_path / "n.csv"),
+            lambda: stream_edge_list(tmp_path / "e.csv", num_nodes=2),
+            lambda: stream_edge_list(numbered(tmp_path, "x.parquet")[0], features=tmp_path / "n.csv"),
+        )
+        for mistake in mistakes:
+            with pytest.raises(ValueError, match=f"has {words} between its columns, and expected are commas"):
+                partition(mistake(), tmp_path / "store", 1)
+    nodes = node_table(tmp_path / "nodes.parquet", label=[0.0, None, 1.0, 0.0, 1.0, 0.0])
+    with pytest.raises(
+        ValueError, match=r"'label' holds double with gaps, as pandas makes .* a missing one becomes -1"
+    ):
+        partition(stream_tables(edges, nodes), tmp_path / "store", 1)
+
+
+def test_inverse_edges(edges: Path, tmp_path: Path) -> None:
+    weights = [float(i) for i in range(N)]
+    table = parquet.read_table(edges).append_column("weight", arrow.array(weights))
+    parquet.write_table(table, edges)
+    nodes = node_table(tmp_path / "nodes.parquet")
+    ends, _ = numbered(tmp_path, "x.parquet")
+    np.save(tmp_path / "w.npy", np.array(weights))
+    np.savetxt(tmp_path / "ends.csv", np.load(ends).T, "%d", ",")
+    around = [pair for i in range(N) for pair in ((i, (i + 1) % N), ((i + 1) % N, i))]
+    for number, files in enumerate((
+        stream_tables(edges, nodes, add_inverse_edge=True),
+        stream_edge_list(ends, num_nodes=N, weights=tmp_path / "w.npy", add_inverse_edge=True),
+        stream_edge_list(tmp_path / "ends.csv", num_nodes=N, weights=tmp_path / "w.npy", add_inverse_edge=True),
+    )):  # fmt: skip
+        folder = tmp_path / str(number)
+        sp.spawn(lambda comm, files=files, folder=folder: partition(files, folder, 3, "range", comm=comm), 2)
+
+        def found(comm: Ranks, folder: Path = folder) -> Any:
+            graph = sp.load(folder, comm)
+            return [end.as_subclass(torch.Tensor).tolist() for end in graph.edge_index], graph.edge_weight.tolist()
+
+        (((src, dst), weight),) = sp.spawn(found, 1)
+        assert sorted(zip(src, dst, weight)) == sorted((*pair, weights[k // 2]) for k, pair in enumerate(around))

@@ -20,6 +20,7 @@ from shardpass.core.ranks import refuse_irregular, tells_of_full_disk
 from shardpass.data.column_names import refuse_doubtful
 from shardpass.data.file_rows import FileRows, in_memory
 from shardpass.data.raw import EDGE, NODE, EdgeArrays, RawGraph
+from shardpass.data.readers.inverse import inverse_added
 from shardpass.data.readers.mapping import count_nodes
 from shardpass.data.readers.parquet import parquet_edges, parquet_features, parquet_rows
 from shardpass.data.readers.text import is_text, text_edges, text_features, text_rows
@@ -62,6 +63,7 @@ class EdgeListFiles(GraphFiles):
 
     drop: the names of fields to leave out.
     keep: columns of `x` whose names are those of an index or a label.
+    add_inverse_edge: whether the reverse of each edge is added.
     """
 
     edges: Path
@@ -70,6 +72,7 @@ class EdgeListFiles(GraphFiles):
     num_nodes: int | None = None
     drop: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
+    add_inverse_edge: bool = False
 
     def open(self, budget: Budget) -> RawGraph:
         x = None if "x" in self.drop else self.fields.get("x")
@@ -82,7 +85,8 @@ class EdgeListFiles(GraphFiles):
         node_fields = {name: open_rows(path, budget) for name, path in self.fields.items() if name not in self.drop}
         weights = None if "edge_weight" in self.drop else weights
         graph = _graph(ends, weights, node_fields, self.num_nodes, f"{self.edges.name} (edge list)")
-        return replace(graph, columns={NODE: {"x": columns}} if columns else {})
+        graph = replace(graph, columns={NODE: {"x": columns}} if columns else {})
+        return inverse_added(graph, budget) if self.add_inverse_edge else graph
 
     open_together = open
 
@@ -96,6 +100,7 @@ def stream_edge_list(
     weights: PathLike | None = None,
     num_nodes: int | None = None,
     keep: Collection[str] = (),
+    add_inverse_edge: bool = False,
 ) -> EdgeListFiles:
     """An edge list in files, for `shardpass.partition`, which never holds it in memory as a whole.
 
@@ -116,6 +121,8 @@ def stream_edge_list(
         weights: becomes `edge_weight`, [num_edges].
         num_nodes: needed when there are neither features nor labels nor masks.
         keep: columns of the features that are meant, though their names are those of an index or a label.
+        add_inverse_edge: add the reverse of each edge right behind it, with its weight. Nothing is merged: of a list
+            that has both directions, each edge would be there twice.
 
     Raises:
         ValueError: when a file does not exist or is of a kind that cannot be read.
@@ -133,7 +140,7 @@ def stream_edge_list(
     _check_kind(path, _EDGE_FILES)
     for file in (*fields.values(), *([beside] if beside else [])):
         _check_kind(file, _FIELD_FILES)
-    return EdgeListFiles(path, fields, beside, num_nodes, keep=tuple(keep))
+    return EdgeListFiles(path, fields, beside, num_nodes, keep=tuple(keep), add_inverse_edge=add_inverse_edge)
 
 
 def read_edge_list(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardpass.core.ranks import refuse_irregular
-from shardpass.data.column_names import pandas_index
+from shardpass.data.column_names import pandas_index, refuse_separator
 from shardpass.data.names import IdColumn, name_type
 from shardpass.data.readers.parquet import open_dataset, record_batches
 from shardpass.data.reading import reading
@@ -53,6 +54,12 @@ class Table:
 def open_table(path: Path) -> Table:
     """The table in a file or a folder."""
     is_text = path.name.endswith((".csv", ".csv.gz"))
+    if is_text:
+        with reading(path, _kind(True)):
+            refuse_irregular(path)
+            with gzip.open(path, "rt") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
+                line = file.readline()
+        refuse_separator(path, line)
     dataset = _text(path, {}) if is_text else open_dataset(path)
     names = dataset.schema.names
     if len(set(names)) < len(names):

@@ -14,6 +14,7 @@ from shardpass.data.file_rows import FileRows, RowWriter
 from shardpass.data.names import Examples, IdColumn, Names, distinct_names, open_dictionary, write_names
 from shardpass.data.raw import EDGE, NODE, EdgeArrays, RawGraph
 from shardpass.data.readers.graph_files import GraphFiles, PathLike
+from shardpass.data.readers.inverse import inverse_added
 from shardpass.data.readers.parquet import ID_NAMES, numbers_of
 from shardpass.data.readers.table import TABLE_FILES, Table, open_table
 from shardpass.data.streaming import Budget
@@ -37,6 +38,7 @@ class TableFiles(GraphFiles):
     label: str | None = None
     drop: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
+    add_inverse_edge: bool = False
 
     def open(self, budget: Budget) -> RawGraph:
         edges = open_table(self.edges)
@@ -47,10 +49,11 @@ class TableFiles(GraphFiles):
             arrays = EdgeArrays(*(found.numbers(column) for column in ends))
         weights = {} if weight is None else {"edge_weight": _weights(edges, weight, budget)}
         source = " and ".join(path.name for path in (self.edges, self.nodes) if path is not None)
-        return RawGraph(
+        graph = RawGraph(
             {NODE: len(names)}, {EDGE: arrays}, {NODE: fields}, {EDGE: weights}, {}, source, names={NODE: names},
             columns={NODE: {"x": columns}} if columns else {},
         )  # fmt: skip
+        return inverse_added(graph, budget) if self.add_inverse_edge else graph
 
     def _nodes(self, ends: list[IdColumn], budget: Budget) -> tuple[Names, dict[str, FileRows], str, list[str]]:
         """The names of the nodes, their fields, where they are from, and the names of the features."""
@@ -75,6 +78,7 @@ def stream_tables(
     label: str | None = None,
     drop: tuple[str, ...] = (),
     keep: tuple[str, ...] = (),
+    add_inverse_edge: bool = False,
 ) -> TableFiles:
     """Tables whose node ids are your own, strings or any integers, for `shardpass.partition`.
 
@@ -98,6 +102,7 @@ def stream_tables(
         label: the name of the column of labels.
         drop: columns to leave out.
         keep: columns that are features, though their names are those of an index or a label.
+        add_inverse_edge: add the reverse of each edge right behind it, as in `stream_edge_list`.
 
     Raises:
         ValueError: when a file does not exist or is of another kind.
@@ -110,7 +115,7 @@ def stream_tables(
             raise ValueError(f"{file}: expected a table, one of {', '.join(TABLE_FILES)}, or a folder of .parquet")
     if nodes is None and (node_id or label or keep):
         raise ValueError("node_id=, label= and keep= name columns of a table of nodes: pass nodes= (--nodes) as well")
-    return TableFiles(of_edges, of_nodes, node_id, src, dst, label, tuple(drop), tuple(keep))
+    return TableFiles(of_edges, of_nodes, node_id, src, dst, label, tuple(drop), tuple(keep), add_inverse_edge)
 
 
 def _edge_columns(table: Table, src: str | None, dst: str | None, drop: tuple[str, ...]) -> tuple[str, str, str | None]:
@@ -247,6 +252,11 @@ def _rows(batch: Any, columns: _NodeColumns, what: str, first: int) -> Iterator[
         yield "x", x.astype(np.float32)
     for name in columns.label:
         is_whole = str(batch[name].type).startswith(("int", "uint"))
+        if not is_whole and batch[name].null_count:
+            raise ValueError(
+                f"{what}{name!r} holds {batch[name].type} with gaps, as pandas makes of integers with gaps: write "
+                f"class ids as integers (astype('Int64')), of which a missing one becomes -1, or give each row a number"
+            )
         y = numbers_of(batch[name].cast("int64").fill_null(-1) if is_whole else batch[name], f"{what}{name!r}", first)
         yield "y", y.astype(np.float32 if y.dtype.kind == "f" else np.int64)
     for name in columns.masks:

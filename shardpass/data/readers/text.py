@@ -14,7 +14,7 @@ from typing import IO, Any
 import numpy as np
 
 from shardpass.core.ranks import refuse_irregular
-from shardpass.data.column_names import in_order, refuse_doubtful, refuse_index
+from shardpass.data.column_names import in_order, refuse_doubtful, refuse_index, refuse_separator
 from shardpass.data.file_rows import FileRows, RowWriter
 from shardpass.data.raw import EdgeArrays
 from shardpass.data.reading import reading
@@ -87,6 +87,8 @@ def _header(path: Path) -> tuple[list[str], int]:
     names: list[str] = []
     with _opened(path) as (_, file):
         for number, line in enumerate(file):
+            if number == 0 and _delimiter(path) == ",":
+                refuse_separator(path, line)
             words = [word.strip() for word in line.partition("#")[0].strip().split(_delimiter(path))]
             if number == 0 and any(words) and not any(map(_is_number, words)):
                 names = words
