@@ -11,6 +11,7 @@ import torch
 
 import shardpass as sp
 from shardpass.core.ranks import Ranks
+from shardpass.core.training.checkpoint_file import read_verified, write_verified
 from shardpass.data import NODE, RawGraph, open_store, partition, read, stream_edge_list, stream_tables
 from shardpass.data.raw import EdgeArrays
 from shardpass.errors import CheckpointError, StoreError
@@ -159,13 +160,27 @@ def test_a_checkpoint_knows_the_columns_of_training(edges: Path, tmp_path: Path)
         table = {("further" if i == 3 else names[j]): COLUMNS[names[j]] for i, j in enumerate(order)}
         parquet.write_table(arrow.table({"id": [f"n{i}" for i in range(N)], **table}), tmp_path / f"{name}.parquet")
         partition(stream_tables(edges, tmp_path / f"{name}.parquet"), tmp_path / name, 2, "random", seed=len(name))
-    file = tmp_path / "checkpoint"
+    bare = {"edge_index": np.array([[0, 1], [1, 2]]), "x": np.ones((3, 3), np.float32)}
+    partition(bare, tmp_path / "bare", 2, "range")
+    file, old = tmp_path / "checkpoint", tmp_path / "old"
 
     def work(comm: Ranks) -> list[str]:
         model, found = torch.nn.Linear(3, 2), []
         sp.save_checkpoint(file, comm, model, graph=sp.load(tmp_path / "trained", comm))
         sp.load_checkpoint(file, comm, model, graph=sp.load(tmp_path / "trained", comm))
         sp.load_checkpoint(file, comm, model)
+        text, tensors = read_verified(file)
+        before = {key: value for key, value in json.loads(text).items() if key != "columns"}
+        if comm.rank == 0:
+            write_verified(old, tensors, json.dumps(before))
+        comm.barrier("written")
+        sp.load_checkpoint(old, comm, model, graph=sp.load(tmp_path / "trained", comm))
+        other = sp.load(tmp_path / "bare", comm)
+        if comm.rank:
+            sp.load_checkpoint(file, comm, model, graph=other, other_graph=True)
+        else:
+            with pytest.warns(UserWarning, match=r"trained on the columns age, posts, score \(3\) of 'x', and this"):
+                sp.load_checkpoint(file, comm, model, graph=other, other_graph=True)
         for name in ("turned", "more"):
             with pytest.raises(CheckpointError) as error:
                 sp.load_checkpoint(file, comm, model, graph=sp.load(tmp_path / name, comm), other_graph=True)

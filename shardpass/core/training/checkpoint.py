@@ -30,7 +30,7 @@ from shardpass.core.ranks import (
     torch_private,
 )
 from shardpass.core.training.buckets import broadcast_tensors
-from shardpass.core.training.checkpoint_columns import refuse_other_columns
+from shardpass.core.training.checkpoint_columns import refuse_other_columns, warn_of_unknown
 from shardpass.core.training.checkpoint_file import FORMAT, decode, encode, read_file, write_file
 from shardpass.core.training.groups import refuse_parts
 from shardpass.core.training.same_model import refuse_unlike
@@ -122,6 +122,8 @@ def load_checkpoint(
     manifest = comm.all_gather_object(manifest, "checkpoint manifest")[0]
     rows = _rows(model, optimizer, comm)
     _agreed(comm, lambda: _validate(path, comm, manifest, model, optimizer, graph, rows, other_graph))
+    if graph is not None and comm.rank == 0:
+        warn_of_unknown(str(path), manifest["columns"], getattr(graph, "column_names", {}))
     tensors = _passed_on(manifest, read, comm, rows)
     _agreed(comm, lambda: _restore(manifest, tensors, model, optimizer))
     random = _agreed(comm, lambda: _continue_random(manifest, tensors, comm))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 from shardpass.errors import CheckpointError
@@ -25,6 +26,18 @@ def refuse_other_columns(what: str, saved: Columns, found: Columns) -> None:
                 f"of this graph are {_listed(given)}. They differ from column {first} on. Write the store again from a "
                 f"table with the columns of training, in their order"
             )
+
+
+def warn_of_unknown(path: str, saved: Columns, found: Columns) -> None:
+    """Warn where a model was trained on columns with names, and the graph does not say the names of its own."""
+    for kind, fields in saved.items():
+        for name, trained in fields.items():
+            if name not in found.get(kind, {}):
+                warnings.warn(
+                    f"the checkpoint {path!r} was trained on the columns {_listed(trained)} of {name!r}, and this "
+                    f"graph does not name its own: make sure that they are the same, in this order",
+                    stacklevel=3,
+                )
 
 
 def _listed(names: Sequence[str]) -> str:
