@@ -118,11 +118,13 @@ class Plan:
     @property
     def assumed(self) -> str:
         """What the estimates take for granted, in sentences."""
-        random = (
-            "Edges between random nodes in random parts are assumed, which fetch the most rows: most graphs, cut by "
-        )
-        random += "KaMinPar or METIS, need fewer ranks. Plan a store, or pass their fractions (--cut, --halo)."
-        return "\n".join(line for line in (random if self.at_random else "", self._hosts) if line)
+        random = ""
+        if self.at_random and (self.larger is not None or any(row.ranks > 1 for row in self.rows)):
+            random = (
+                "Edges between random nodes in random parts are assumed, which fetch the most rows: most graphs, cut by "
+                "KaMinPar or METIS, need fewer ranks. Plan a store, or pass their fractions (--cut, --halo)."
+            )
+        return "\n".join(line for line in (random, self._hosts) if line)
 
     @property
     def _hosts(self) -> str:
@@ -260,8 +262,7 @@ class _Planner:
                 if self.progress is not None:
                     self.progress(done, len(ranks) * len(modes))
         is_guess = isinstance(self.graph, GraphCounts) and None in (self.graph.cut_fraction, self.graph.halo_fraction)
-        at_random = is_guess and max(ranks, default=1) > 1
-        planned = Plan(rows, budget, left_out, given=self.options, per_host=self.per_host, at_random=at_random)
+        planned = Plan(rows, budget, left_out, given=self.options, per_host=self.per_host, at_random=is_guess)
         if budget is None or planned.best is not None or _LEAST in left_out or not rows:
             return planned
         larger = self._first_that_fits(max(ranks), budget)
