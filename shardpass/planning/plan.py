@@ -121,8 +121,8 @@ class Plan:
         random = ""
         if self.at_random and (self.larger is not None or any(row.ranks > 1 for row in self.rows)):
             random = (
-                "Edges between random nodes in random parts are assumed, which fetch the most rows: most graphs, cut by "
-                "KaMinPar or METIS, need fewer ranks. Plan a store, or pass their fractions (--cut, --halo)."
+                "Edges between random nodes in random parts are assumed, which fetch the most rows: most graphs, cut "
+                "by KaMinPar or METIS, need fewer ranks. Plan a store, or pass their fractions (--cut, --halo)."
             )
         return "\n".join(line for line in (random, self._hosts) if line)
 
