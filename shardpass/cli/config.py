@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -44,6 +44,9 @@ class TrainConfig(ModelConfig):
     best: Annotated[str, typer.Option(help="The file for the parameters of the best epoch so far.")] = ""
     checkpoint: Annotated[str, typer.Option(help="The file to write while training.")] = ""
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Epochs between two checkpoints.")] = 1
+    overwrite: Annotated[bool, typer.Option(help="Begin anew, and replace the files of --checkpoint and --best.")] = (
+        False
+    )
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint, on any ranks.")] = False
     profile: Annotated[str, typer.Option(help="Trace one epoch of each rank, for Perfetto or chrome://tracing.")] = ""
     shared_process: bool = False
@@ -52,6 +55,10 @@ class TrainConfig(ModelConfig):
         super().__post_init__()
         if self.resume and not self.checkpoint:
             raise ValueError("--resume continues from the file of --checkpoint: give its name")
+        if self.resume and self.overwrite:
+            raise ValueError(
+                "--resume goes on with the files of --checkpoint and --best, which --overwrite begins anew"
+            )
         if self.profile and self.shared_process:
             raise ValueError(
                 "--profile cannot trace ranks that are threads, since they share one profiler: leave --backend away, "
@@ -65,6 +72,12 @@ class TrainConfig(ModelConfig):
             )
         if (self.mode == "auto") != (self.memory_budget is not None):
             raise ValueError("--mode auto and --memory-budget go together: give both or neither")
+
+    @property
+    def lasting(self) -> dict[str, Any]:
+        """The options that stay as they are when a run is continued: it would ignore others, or mix two runs."""
+        names = ("seed", "lr", "weight_decay", "edge_weight", "mask_prefix", "split")
+        return {name: getattr(self, name) for name in names}
 
     def task(self, graph: ShardedGraph) -> Task:
         """What the run trains on; a `ValueError` says what is missing that the options need."""

@@ -24,6 +24,7 @@ _PACKAGES = {
     "torch": "everything", "numpy": "everything", "safetensors": "checkpoints", "torch_geometric": "PyG models",
     "numba": "faster kernels on CPUs", "mpi4py": "ranks under mpirun", "scikit-learn": "the demo",
     "kaminpar": "partitioning with KaMinPar, the default method", "matplotlib": "pictures of demo, train and plan",
+    "pyarrow": "tables, Parquet files and ids of your own", "duckdb": "ids of your own",
 }  # fmt: skip
 _REQUIRED = ("torch", "numpy", "safetensors")
 _DGL = "import dgl; print(dgl.__version__)"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -34,6 +34,9 @@ class InferConfig(ModelConfig):
     mode: Annotated[Mode, typer.Option(help="sar needs the least memory. The numbers agree.")] = "sar"
     threads: Threads = 1
     overwrite: Annotated[bool, typer.Option(help="Replace a file that is there already.")] = False
+    classes: Annotated[bool, typer.Option("--classes", help="Of .parquet: add columns of class and probability.")] = (
+        False
+    )
     tag: Annotated[str, typer.Option(help="Any text: a run does not continue one with another tag.")] = ""
 
     def __post_init__(self) -> None:
@@ -56,7 +59,7 @@ def infer_rank(comm: Ranks, config: InferConfig) -> list[str]:
     x = features_of(graph, config.torch_dtype)
     is_pyg = config.frontend == "pyg"
     model = (sp.pyg if is_pyg else sp.dgl).wrap(_build(config, graph, x.size(1)).to(config.torch_dtype), comm)
-    _load_weights(config.weights, comm, model, graph)
+    _load_weights(config, comm, model, graph)
     console = Console(stderr=True, quiet=comm.rank > 0)
     if config.model in MODELS and (note := unused_edge_fields(graph, config.edge_weight)):
         console.print(note)
@@ -67,7 +70,10 @@ def infer_rank(comm: Ranks, config: InferConfig) -> list[str]:
 
         weight = edge_weight_of(graph, config.edge_weight, config.torch_dtype)
         args = model_inputs(x, graph, weight) if is_pyg else (graph, x)
-        files = sp.infer(model, graph, config.output, *args, overwrite=config.overwrite, tag=config.tag, progress=told)
+        files = sp.infer(
+            model, graph, config.output, *args, overwrite=config.overwrite, tag=config.tag, progress=told,
+            classes=config.classes,
+        )  # fmt: skip
     console.print("wrote", *map(str, files))
     return [str(file) for file in files]
 
@@ -95,8 +101,19 @@ def _function(name: str) -> Callable[[sp.ShardedGraph], nn.Module]:
     return found
 
 
-def _load_weights(path: Path, comm: Ranks, model: nn.Module, graph: sp.ShardedGraph) -> None:
+def _require_same_weights(path: Path, config: InferConfig, extra: Any) -> None:
+    """Refuse other weights of edges than the parameters were trained with, which they fit all the same."""
+    options = extra.get("options", {}) if isinstance(extra, dict) and config.model in MODELS else {}
+    trained = options.get("edge_weight", config.edge_weight) if isinstance(options, dict) else config.edge_weight
+    if trained != config.edge_weight:
+        raise ValueError(
+            f"--weights {path} was trained with --edge-weight {trained!r}, not {config.edge_weight!r}: give that one"
+        )
+
+
+def _load_weights(config: InferConfig, comm: Ranks, model: nn.Module, graph: sp.ShardedGraph) -> None:
     """Load a checkpoint of `shardpass train`, or a state_dict. Collective."""
+    path = config.weights
     try:
         state = _read_state(path)
     except Exception as error:  # libraries raise errors of many kinds here
@@ -108,7 +125,8 @@ def _load_weights(path: Path, comm: Ranks, model: nn.Module, graph: sp.ShardedGr
     if state is None:
         has_rows = any(isinstance(module, sp.NodeEmbedding) for module in model.modules())
         # parameters alone fit another partition, too, and another graph
-        sp.load_checkpoint(path, comm, model, graph=graph if has_rows else None)
+        found = sp.load_checkpoint(path, comm, model, graph=graph, other_graph=not has_rows)
+        _require_same_weights(path, config, found["extra"])
         return
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         held = f"a dict with {', '.join(map(str, state))}" if isinstance(state, dict) else f"a {type(state).__name__}"

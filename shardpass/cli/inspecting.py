@@ -69,7 +69,8 @@ def _heading(report: Report) -> str:
         f"{report.path}: {sum(manifest.num_nodes.values()):,} nodes, {edges:,} edges, {manifest.num_parts} parts by "
         f"{manifest.method} (seed {manifest.seed}), from {manifest.source}\n"
         f"fields: {', '.join(fields) or 'none'}\n"
-        f"cut edges: {report.num_cut_edges:,} ({report.num_cut_edges / max(1, edges):.1%}); rows fetched per layer: "
+        + "".join(f"{line}\n" for line in manifest.column_lines())
+        + f"cut edges: {report.num_cut_edges:,} ({report.num_cut_edges / max(1, edges):.1%}); rows fetched per layer: "
         f"{report.num_halo_rows:,}"
     )
 

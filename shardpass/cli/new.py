@@ -34,8 +34,9 @@ _SCRIPT = '''\
     torchrun --nproc-per-node 2 $file parts
     mpirun -n 2 python $file parts
 
-Every rank runs every line, on the nodes that it owns. The numbers are those of one process with the whole graph. A run
-that was ended goes on from run.ckpt, on any number of ranks; remove that file to begin again.
+Every rank runs every line, on the nodes that it owns. The numbers are those of one process with the whole graph. With
+--checkpoint run.ckpt, the run is written to that file after each epoch; with --resume too, it goes on from there, on
+any number of ranks.
 """
 
 import argparse
@@ -79,6 +80,11 @@ def evaluate(model, graph, mask, comm):
     return sp.accuracy($call, $y, mask, comm)
 
 
+def exists(file, comm):
+    """Whether rank 0 finds the file; the same answer on every rank."""
+    return bool(file) and comm.all_gather_object(os.path.exists(file))[0]
+
+
 def train(comm, options):
     """The program of one rank. Returns the accuracy on test nodes of the model that was best on validation nodes."""
     graph = sp.load(options.store, comm)  # own nodes: $x, $y, ...
@@ -88,27 +94,33 @@ def train(comm, options):
     model = sp.$frontend.wrap(model, comm)
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
 
-    epoch, best, waited = 0, -1.0, 0
-    if comm.all_gather_object(os.path.exists("run.ckpt"))[0]:  # rank 0 looks, so that all ranks decide alike
-        found = sp.load_checkpoint("run.ckpt", comm, model, optimizer, graph=graph)
-        epoch, (best, waited) = found["epoch"], found["extra"]
+    epoch, waited, best = 0, 0, (0, 0.0, 0.0)  # epoch, validation accuracy and test accuracy
+    given = [options.hidden, options.lr, options.seed]  # a run that goes on keeps these
+    if not options.resume and (exists(options.checkpoint, comm) or exists(options.best, comm)):
+        raise SystemExit("--checkpoint or --best is there already: --resume goes on with it; or give another name")
+    if options.resume and exists(options.checkpoint, comm):
+        found = sp.load_checkpoint(options.checkpoint, comm, model, optimizer, graph=graph)
+        epoch, (before, waited, best) = found["epoch"], found["extra"]
+        if before != given or epoch > options.epochs:
+            raise SystemExit(f"{options.checkpoint} has {epoch} epochs with hidden, lr, seed = {before}: not as asked")
     while epoch < options.epochs and waited < options.patience:
-        epoch += 1
+        epoch, waited = epoch + 1, waited + 1
         loss = step(model, optimizer, graph, comm)
         val = evaluate(model, graph, graph.val_mask, comm)
-        waited += 1
-        if val > best:  # the same on every rank: `best` and `val` are
-            best, waited = val, 0
-            sp.save_checkpoint("best.ckpt", comm, model, epoch=epoch, graph=graph)  # every rank must call it
-        sp.save_checkpoint("run.ckpt", comm, model, optimizer, epoch=epoch, graph=graph, extra=[best, waited])
+        if val > best[1]:  # the same on every rank: `best` and `val` are
+            best, waited = (epoch, val, evaluate(model, graph, graph.test_mask, comm)), 0
+            if options.best:
+                sp.save_checkpoint(options.best, comm, model, epoch=epoch, graph=graph)  # every rank must call it
+        if options.checkpoint:
+            extra = [given, waited, best]
+            sp.save_checkpoint(options.checkpoint, comm, model, optimizer, epoch=epoch, graph=graph, extra=extra)
         if comm.rank == 0 and epoch % 10 == 0:  # print alone: losses and metrics are made by all ranks together
             print(f"epoch {epoch}: loss {loss:.4f}, validation accuracy {val:.4f}", flush=True)
 
-    best_epoch = sp.load_checkpoint("best.ckpt", comm, model, graph=graph)["epoch"]
-    test = evaluate(model, graph, graph.test_mask, comm)
+    best_epoch, val, test = best
     if comm.rank == 0:
         print(f"{epoch} epochs on {comm.size} rank(s); best at epoch {best_epoch}:", end=" ")
-        print(f"validation accuracy {best:.4f}, test accuracy {test:.4f}")
+        print(f"validation accuracy {val:.4f}, test accuracy {test:.4f}")
     return test
 
 
@@ -120,6 +132,9 @@ if __name__ == "__main__":
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checkpoint", default="", help="the file to write while training")
+    parser.add_argument("--resume", action="store_true", help="go on from --checkpoint, if it is there")
+    parser.add_argument("--best", default="", help="the file for the parameters of the best epoch")
     train(sp.connect(), parser.parse_args())
 '''
 

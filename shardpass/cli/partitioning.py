@@ -61,6 +61,12 @@ class PartitionConfig:
     src: Annotated[str | None, typer.Option(help="With names: the column of sources (default: src).")] = None
     dst: Annotated[str | None, typer.Option(help="With names: the column of destinations (default: dst).")] = None
     drop: Annotated[list[str] | None, typer.Option(help="Leave out this field (may be repeated).")] = None
+    add_inverse_edge: Annotated[
+        bool, typer.Option("--add-inverse-edge", help="Edge lists: add the reverse of each edge; nothing is merged.")
+    ] = False
+    keep: Annotated[
+        list[str] | None, typer.Option(help="A column of features that looks like a label or index (may be repeated).")
+    ] = None
     threads: Annotated[int, typer.Option(help="kaminpar: with more than 1, the parts differ from run to run.")] = 1
     memory: Annotated[float, typer.Option(help="Files: GiB for edges on each rank, before temporary files.")] = 1.0
 
@@ -72,25 +78,39 @@ class PartitionConfig:
 def read_source(config: PartitionConfig) -> GraphFiles | RawGraph:
     """The graph, as `shardpass.partition` takes it."""
     name, drop, node_id = config.input, tuple(config.drop or ()), config.node_id
+    keep, inverse = tuple(config.keep or ()), config.add_inverse_edge
     masks = config.given("train_mask", "val_mask", "test_mask")
     beside = config.given("features", "labels", "weights", "num_nodes")
     if config.names or config.nodes is not None:
         if others := [*masks, *beside]:
             raise ValueError(f"--{others[0].replace('_', '-')} is by number, and these nodes have names: use --nodes")
-        return stream_tables(name, drop=drop, **config.given("nodes", "node_id", "label", "src", "dst"))
+        return stream_tables(
+            name,
+            drop=drop,
+            keep=keep,
+            add_inverse_edge=inverse,
+            **config.given("nodes", "node_id", "label", "src", "dst"),
+        )
     is_edge_list = not name.startswith("demo:") and name.endswith(_EDGE_LISTS)
     if config.given("label", "src", "dst") or (node_id is not None and is_edge_list):
         raise ValueError("--node-id, --label, --src and --dst name columns of tables: pass --nodes, or --names as well")
     if is_edge_list:
-        return replace(stream_edge_list(name, masks=masks, **beside), drop=drop)
+        return replace(stream_edge_list(name, masks=masks, keep=keep, add_inverse_edge=inverse, **beside), drop=drop)
+    if inverse:
+        raise ValueError(
+            f"--add-inverse-edge is for edge lists ({', '.join(_EDGE_LISTS)}) and --names; {name} is none: with PyG, "
+            f"ToUndirected() adds reverse edges"
+        )
     if masks or beside:
         raise ValueError(
             f"--features, --labels, --weights, --num-nodes and masks belong to edge lists ({', '.join(_EDGE_LISTS)}); "
             f"{name} holds its own"
         )
+    files = stream_files(name, drop=drop, keep=keep) if node_id is None and not name.startswith("demo:") else None
+    if keep and files is None:
+        raise ValueError(f"--keep names columns of a file of features or of --nodes, and {name} is neither")
     if name.startswith("demo:"):
         return replace(read(demo_graph(name), drop=drop, node_id=node_id), source=name)
-    files = stream_files(name, drop=drop) if node_id is None else None
     return files or read(name, drop=drop, node_id=node_id)
 
 

@@ -42,7 +42,9 @@ def train_with_restarts(config: TrainConfig, backend: Backend, ranks: int | None
                 _say("the ranks are not started again: no checkpoint was written since they were started, so this "
                      "error would come again")  # fmt: skip
                 raise
-            config = replace(config, resume=config.resume or now != at_first)
+            is_own = now != at_first
+            # what is there is of this run, or was to be replaced by it
+            config = replace(config, resume=config.resume or is_own, overwrite=not (config.resume or is_own))
             origin = f"from {path}" if config.resume and now else "from the beginning: there is no checkpoint of it yet"
             _say(f"{sentence(error)}. Restart {number} of {restarts}, {origin}")
     raise AssertionError("a run ends in a record or an error")

@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,7 @@ class TrainingRun:
         if not self.comm.all_gather_object(os.path.exists(path), "checkpoint exists")[0]:
             return f"no checkpoint at {path} yet: starting at epoch 1"
         found = sp.load_checkpoint(path, self.comm, self.model, self.optimizer, graph=self.graph)
+        self._require_same_run(found["extra"])
         self.first_epoch, self.best = found["epoch"] + 1, found["extra"]["best"]
         best = self.config.best
         if best and self.best["epoch"] and not self.comm.all_gather_object(os.path.exists(best), "best exists")[0]:
@@ -57,9 +59,24 @@ class TrainingRun:
             )
         return f"continuing from {path} at epoch {self.first_epoch}"
 
+    def _require_same_run(self, extra: Any) -> None:
+        """Refuse options that a continued run would ignore, or that would mix two runs in its best epoch."""
+        path = self.config.checkpoint
+        if not isinstance(extra, dict) or "best" not in extra:
+            raise ValueError(f"--resume: {path} is not of shardpass train, but of a script: continue it there")
+        rates = {name: self.optimizer.param_groups[0][name] for name in ("lr", "weight_decay")}
+        before = {**rates, **extra.get("options", {})}  # earlier versions wrote no options
+        for name, value in self.config.lasting.items():
+            if name in before and before[name] != value:
+                option = f"--{name.replace('_', '-')}"
+                raise ValueError(
+                    f"--resume: the run in {path} has {option} {before[name]!r}, and {value!r} would not take effect: "
+                    f"give {option} {before[name]!r}, or begin a run with another --checkpoint"
+                )
+
     def save(self, epoch: int) -> None:
         """Write the checkpoint. Collective."""
-        path, extra = self.config.checkpoint, {"best": self.best}
+        path, extra = self.config.checkpoint, {"best": self.best, "options": self.config.lasting}
         sp.save_checkpoint(path, self.comm, self.model, self.optimizer, epoch=epoch, graph=self.graph, extra=extra)
 
     def step(self) -> float:
@@ -102,7 +119,10 @@ class TrainingRun:
                 if record.get("val", -1.0) > self.best["val"]:
                     self.best = {"epoch": epoch, "val": record["val"], "test": record.get("test")}
                     if config.best:
-                        sp.save_checkpoint(config.best, self.comm, self.model, epoch=epoch, graph=self.graph)
+                        extra = {"options": config.lasting}
+                        sp.save_checkpoint(
+                            config.best, self.comm, self.model, epoch=epoch, graph=self.graph, extra=extra
+                        )
             reporter.epoch(record)
             # after the log line: a kill between the two repeats an epoch in the log instead of losing it
             is_last = epoch == last or self.has_waited_enough(epoch)
@@ -144,8 +164,16 @@ def prepare_files(comm: Ranks, config: TrainConfig) -> None:
     """Raise an error if this rank could not write one of its files in the end. Missing folders are made."""
     if comm.rank == 0:
         prepare_logs(config)
-        for name in filter(None, (config.checkpoint, config.best)):
+        for option, name in (("--checkpoint", config.checkpoint), ("--best", config.best)):
+            if not name:
+                continue
             prepare_target(Path(name))
+            if os.path.exists(name) and not (config.resume or config.overwrite):
+                goes_on = "--resume goes on with it, and " if config.checkpoint else ""
+                raise ValueError(
+                    f"{option} {name} is there already, from another run: {goes_on}--overwrite begins anew and "
+                    f"replaces it; or give another name"
+                )
     if config.profile:
         prepare_target(profile_of(comm, config))
 

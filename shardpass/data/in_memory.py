@@ -105,6 +105,7 @@ class Structure:
             {kind: placed.ids for kind, placed in self.nodes.items()}, fields, relations,
             total_edges=raw.num_edges, num_classes=classes,
         )  # fmt: skip
+        graph.column_names = {kind: {name: [*of] for name, of in some.items()} for kind, some in raw.columns.items()}
         graph.graph_fields = {
             name: value.to(comm.device) if isinstance(value, Tensor) else value
             for name, value in raw.graph_fields.items()

@@ -89,6 +89,7 @@ def _loaded(path: str | Path, comm: Ranks, options: Options) -> ShardedGraph:
     )  # fmt: skip
     scalars = {name: value for name, value in store.manifest.graph_fields.items() if name != ADJACENCY}
     graph.graph_fields = {**scalars, **{name: value.to(comm.device) for name, value in of_graph.items()}}
+    graph.column_names = store.manifest.columns
     graph.own_links = {kind: _own_links(graph, kind, fields) for kind, fields in links.items()}
     return graph
 

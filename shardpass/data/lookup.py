@@ -92,7 +92,7 @@ class StoreTables:
         for kind in self.store.manifest.node_types:
             self.store.names(kind)
 
-    def write(self, path: Path, rows: np.ndarray, node_type: NodeType | None = None) -> None:
+    def write(self, path: Path, rows: np.ndarray, node_type: NodeType | None = None, classes: bool = False) -> None:
         """Write a Parquet file of a row for each node, by original id: the columns `id`, its name, and `output`.
 
         Args:
@@ -100,19 +100,30 @@ class StoreTables:
             rows: `[num_nodes, ...]`. Rows of more than one dimension become lists. If the nodes have no names, the
                 ids are 0, 1, 2, ...
             node_type: of the nodes, in a graph of several types.
+            classes: rows are logits `[num_nodes, classes]`, and there are two more columns: `class`, the number of the
+                largest, and `probability`, what softmax gives it.
         """
         arrow, parquet = _arrow()
         names = self.store.names(one_type(node_type, self.store.manifest.node_types))
         step = max(1, _BLOCK_BYTES // max(8, rows[:1].nbytes))
         kind = arrow.int64() if names is None else names.block(0, 0).type
         kind = arrow.string() if kind == arrow.large_string() else kind
-        schema = arrow.schema([("id", kind), ("output", _lists(rows[:0]).type)])
+        of_classes = [("class", arrow.int64()), ("probability", arrow.float32())] if classes else []
+        schema = arrow.schema([("id", kind), *of_classes, ("output", _lists(rows[:0]).type)])
         with parquet.ParquetWriter(path, schema) as writer:
             for start in range(0, len(rows), step):
                 block = rows[start : start + step]
                 stop = start + len(block)
                 ids = arrow.array(np.arange(start, stop)) if names is None else names.block(start, stop).cast(kind)
-                writer.write_table(arrow.table([ids, _lists(block)], schema=schema))
+                chosen = _most_likely(block) if classes else ()
+                writer.write_table(arrow.table([ids, *chosen, _lists(block)], schema=schema))
+
+
+def _most_likely(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The class of each row of logits, and its probability."""
+    probabilities = torch.from_numpy(np.array(logits)).float().softmax(1)
+    found = probabilities.max(1)
+    return found.indices.numpy(), found.values.numpy()
 
 
 def _arrow() -> tuple[Any, Any]:

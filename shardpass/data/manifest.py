@@ -53,6 +53,7 @@ class Manifest:
     node_fields, edge_fields: for each type, the dtype and row shape of every field. graph_fields: numbers and strings.
     files: the size and the checksums of each part's file. names: those of the file with the names of the nodes, if
         they have any. graph_file: those of the file with links to score and with arrays of the graph as a whole.
+    columns: for some node types, the names of the columns of some fields, such as those of `x` that come from a table.
     source, method, seed: where the graph came from and how it was partitioned.
     graph_fingerprint: a hash of the structure, the same for every partition of a graph.
     partition_fingerprint: a hash of the structure and the partition.
@@ -77,6 +78,7 @@ class Manifest:
     partition_fingerprint: str
     names: FileRecord | None = None
     graph_file: FileRecord | None = None
+    columns: dict[NodeType, dict[str, list[str]]] = field(default_factory=dict)
     format_version: int = field(default=VERSION)
 
     def __str__(self) -> str:
@@ -89,7 +91,16 @@ class Manifest:
             f"{sum(self.cut_edges.values()) / max(1, edges):.1%} of the edges cut ({self.method})\n"
             f"nodes of a part: {min(part_nodes):,} to {max(part_nodes):,}; its edges: {min(part_edges):,} to "
             f"{max(part_edges):,}"
-        )
+        ) + "".join(f"\n{line}" for line in self.column_lines())
+
+    def column_lines(self) -> list[str]:
+        """The names of the columns of each field that has some, in a line for each field."""
+        several = len(self.num_nodes) > 1
+        return [
+            f"columns of {f'{kind}.' if several else ''}{name}: {', '.join(columns)}"
+            for kind, fields in self.columns.items()
+            for name, columns in fields.items()
+        ]
 
     __repr__ = __str__  # what an interpreter and a notebook show, instead of every number
 
@@ -137,6 +148,7 @@ def read_manifest(directory: Path) -> Manifest:
     _check_head(document, text, path)
     for file in _OPTIONAL_FILES:
         document.setdefault(file, None)
+    document.setdefault("columns", {})  # which a store without names of columns has not
     problem = mismatch(document, _SCHEMA)
     if problem:
         raise StoreError(f"{path} is not as format version {VERSION} requires: {problem}")
@@ -206,6 +218,7 @@ _SCHEMA = {
     "files": [_FILE],
     "names": (None, _FILE),
     "graph_file": (None, _FILE),
+    "columns": {str: {str: [str]}},
 }  # fmt: skip
 
 
@@ -229,6 +242,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
             for kind, fields in manifest.edge_fields.items()
         ],
         "files": [vars(record) for record in manifest.files],
+        **({"columns": manifest.columns} if manifest.columns else {}),
         **{name: vars(getattr(manifest, name)) for name in _OPTIONAL_FILES if getattr(manifest, name) is not None},
     }
 
@@ -247,6 +261,7 @@ def _from_json(document: dict[str, Any]) -> Manifest:
         node_fields={kind: _fields_from_json(entry["fields"]) for kind, entry in nodes.items()},
         edge_fields={kind: _fields_from_json(entry["fields"]) for kind, entry in edges.items()},
         files=[_record(found) for found in document["files"]],
+        columns=document["columns"],
         format_version=document["version"],
     )
 

@@ -235,6 +235,9 @@ def _write_rest(
         partition_fingerprint=partition_fingerprint(fingerprint, layout.num_parts, layout.part_of),
         names=names,
         graph_file=write_tensors(directory / keys.GRAPH_FILE, of_graph) if of_graph else None,
+        columns={
+            kind: {name: [*of] for name, of in fields.items()} for kind, fields in graph.columns.items() if fields
+        },
     )
     write_manifest(manifest, directory / MANIFEST_NAME)
     return manifest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.sharding import EDGE, HOST, NODE, EdgeType, NodeType
+from shardpass.data.column_names import refuse_doubtful
 from shardpass.data.file_rows import FileRows, blocks
 from shardpass.data.rows import Field, as_field, as_tensor
 
@@ -77,6 +78,7 @@ class RawGraph:
             or an array with an entry for each node.
         links: for some edge types, pairs of nodes to score, which are no edges. ``name_index``, ``[2, n]``, has the ids
             of their ends, and ``name``, if it is there, a label for each, ``[n, ...]``.
+        columns: for some node types, the names of the columns of fields such as ``x``.
     """
 
     num_nodes: Mapping[NodeType, int]
@@ -88,6 +90,7 @@ class RawGraph:
     division: Division | None = None
     names: Mapping[NodeType, Any] = field(default_factory=dict)
     links: Mapping[EdgeType, Mapping[str, Any]] = field(default_factory=dict)
+    columns: Mapping[NodeType, Mapping[str, Sequence[str]]] = field(default_factory=dict)
 
     @property
     def num_edges(self) -> dict[EdgeType, int]:
@@ -139,7 +142,27 @@ class RawGraph:
             edge_fields=edge_fields,
             graph_fields=graph_fields,
             links=links,
+            columns={kind: self._checked_columns(kind, fields) for kind, fields in node_fields.items()},
         )
+
+    def _checked_columns(self, kind: NodeType, checked: Mapping[str, Field]) -> dict[str, list[str]]:
+        """The names of the columns of each field that has some: those given, or those of a DataFrame."""
+        found: dict[str, list[str]] = {}
+        for name, rows in checked.items():
+            given = self.columns.get(kind, {}).get(name)
+            if given is None:
+                given = [one for one in getattr(self.node_fields[kind][name], "columns", ()) if isinstance(one, str)]
+                refuse_doubtful(
+                    f"field {name!r}", given, (), (), "leave the column out, or pass .to_numpy() if it is one"
+                )
+            if len(given) and list(rows.shape[1:]) != [len(given)]:
+                raise ValueError(
+                    f"field {name!r} of nodes of type {kind!r} has rows of the shape {list(rows.shape[1:])} and "
+                    f"{len(given)} names of columns; expected one for each"
+                )
+            if len(given):
+                found[name] = list(given)
+        return found
 
     def _checked_links(self, kind: EdgeType, fields: Mapping[str, Any]) -> dict[str, Tensor]:
         checked = {}

@@ -46,6 +46,15 @@ def contradiction(manifest: Manifest) -> str | None:
         found = record.bytes, record.header_sha256, sorted(record.tensors)
         if found != (size, hashlib.sha256(header).hexdigest(), sorted(tensors)):
             return f"the size, the header and the tensors of {record.name} are not those of its counts and fields"
+    return _of_columns(manifest)
+
+
+def _of_columns(manifest: Manifest) -> str | None:
+    for node_type, columns in manifest.columns.items():
+        for name, listed in columns.items():
+            info = manifest.node_fields.get(node_type, {}).get(name)
+            if info is None or info.shape != (len(listed),):
+                return f"it names {len(listed)} columns of {name!r} of {node_type!r}, which has not as many"
     return None
 
 

@@ -55,6 +55,7 @@ class Plan:
         larger: if nothing fits, the smallest number of ranks tried on which the mode ``"sar"`` does, if one was found.
         given: the options that the plan was made with.
         per_host: how many ranks share the memory of a host.
+        at_random: whether some estimate is of random parts of random edges, since no store or fractions say better.
     """
 
     rows: list[Estimate]
@@ -63,6 +64,7 @@ class Plan:
     larger: Estimate | None = None
     given: Options = field(default_factory=Options)
     per_host: int = 1
+    at_random: bool = False
 
     @property
     def best(self) -> Estimate | None:
@@ -115,7 +117,18 @@ class Plan:
 
     @property
     def assumed(self) -> str:
-        """On how many hosts the ranks are taken to be, in a sentence. A single rank has a host of its own anyway."""
+        """What the estimates take for granted, in sentences."""
+        random = ""
+        if self.at_random and (self.larger is not None or any(row.ranks > 1 for row in self.rows)):
+            random = (
+                "Edges between random nodes in random parts are assumed, which fetch the most rows: most graphs, cut "
+                "by KaMinPar or METIS, need fewer ranks. Plan a store, or pass their fractions (--cut, --halo)."
+            )
+        return "\n".join(line for line in (random, self._hosts) if line)
+
+    @property
+    def _hosts(self) -> str:
+        """On how many hosts the ranks are taken to be. A single rank has a host of its own anyway."""
         if all(row.ranks == 1 for row in self.rows):
             return ""
         if self.per_host == 1:
@@ -248,10 +261,13 @@ class _Planner:
                     left_out[mode] = str(reason)
                 if self.progress is not None:
                     self.progress(done, len(ranks) * len(modes))
-        planned = Plan(rows, budget, left_out, given=self.options, per_host=self.per_host)
+        is_guess = isinstance(self.graph, GraphCounts) and None in (self.graph.cut_fraction, self.graph.halo_fraction)
+        planned = Plan(rows, budget, left_out, given=self.options, per_host=self.per_host, at_random=is_guess)
         if budget is None or planned.best is not None or _LEAST in left_out or not rows:
             return planned
-        return replace(planned, larger=self._first_that_fits(max(ranks), budget))
+        larger = self._first_that_fits(max(ranks), budget)
+        is_guess = is_guess or (larger is not None and not isinstance(self.graph, GraphCounts))
+        return replace(planned, larger=larger, at_random=is_guess)
 
     def _first_that_fits(self, ranks: int, budget: int) -> Estimate | None:
         """The first estimate that fits on twice, four times ... as many ranks; `None` if none does."""
@@ -287,7 +303,7 @@ def _plan_on_first_rank(comm: Ranks, planner: _Planner, modes: Iterable[Mode], b
     if "problem" in found:
         raise PeerFailure(f"rank 0 could not make the plan: {found['problem']}")
     rows, fits = [Estimate(**row) for row in found["rows"]], found["larger"] and Estimate(**found["larger"])
-    return Plan(rows, budget, found["left_out"], fits, planner.options, planner.per_host)
+    return Plan(rows, budget, found["left_out"], fits, planner.options, planner.per_host, bool(fits))
 
 
 def _training(

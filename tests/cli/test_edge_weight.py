@@ -39,6 +39,8 @@ def test_training_and_inference_take_the_weights_as_plain_pyg(
     passed("train", weighted, *OPTIONS, "--edge-weight", "edge_weight", "--epochs", 3, "--ranks", 3, "--log", log,
            "--checkpoint", checkpoint)  # fmt: skip
     passed("infer", weighted, out, "--weights", checkpoint, *OPTIONS, "--edge-weight", "edge_weight", "--ranks", 2)
+    told = refused("infer", weighted, tmp_path / "plain.npy", "--weights", checkpoint, *OPTIONS)
+    assert "was trained with --edge-weight 'edge_weight', not ''" in told
 
     with sp.seed(0, sp.connect("local")):
         model = gnn.GCN(5, 8, 2, 3).double()

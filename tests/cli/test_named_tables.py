@@ -49,12 +49,44 @@ def test_from_tables_to_a_table(tables: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "exists" in refused("infer", store, out, *options)
     passed("infer", store, tables / "numbers.npy", *options)
     np.testing.assert_array_equal(np.load(tables / "numbers.npy"), np.array(found["output"].to_pylist()))
+    classes = tables / "classes.parquet"
+    assert "writes columns of a table" in refused("infer", store, tables / "c.npy", *options, "--classes")
+    passed("infer", store, classes, *options, "--classes")
+    found = parquet.read_table(classes)
+    assert found.column_names == ["id", "class", "probability", "output"] and found["id"].to_pylist() == NAMES
+    assert found["class"].to_pylist() == expected.argmax(1).tolist()
+    np.testing.assert_allclose(found["probability"].to_numpy(), expected.softmax(1).amax(1).detach(), rtol=1e-5)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     words = refused("infer", store, tables / "again.parquet", *options)
     assert (
         "writing a table of results needs the package 'pyarrow'" in words
         and "or give the name of an .npy file" in words
     )
+
+
+def test_columns_of_training_are_those_of_inference(tables: Path) -> None:
+    def nodes(name: str, order: list[int], **more: object) -> tuple[object, ...]:
+        x = np.load(tables / "whole.npz")["x"]
+        columns = {f"c{i}": x[:, i] for i in order}
+        y = {"label": np.arange(60) % 3, "split": ["train", "val", "test"] * 20}
+        parquet.write_table(pyarrow.table({"id": NAMES, **columns, **y, **more}), tables / f"{name}.parquet")
+        return tables / "edges.parquet", tables / name, "--nodes", tables / f"{name}.parquet", "--method", "random"
+
+    assert "columns of x: c0, c1, c2, c3" in passed("partition", *nodes("trained", [0, 1, 2, 3]))
+    assert "columns of x: c3, c1, c2, c0" in passed("partition", *nodes("turned", [3, 1, 2, 0]))
+    assert "columns of x: c0, c1, c2, c3" in passed("inspect", tables / "trained")
+    passed("train", tables / "trained", "--epochs", 1, "--checkpoint", tables / "c", "--best", tables / "best")
+    for weights in (tables / "c", tables / "best"):
+        told = refused("infer", tables / "turned", tables / "out.npy", "--weights", weights)
+        assert "c0, c1, c2, c3 (4); those of this graph are c3, c1, c2, c0 (4)" in told
+    passed("infer", tables / "trained", tables / "out.npy", "--weights", tables / "c")
+    told = refused("partition", *nodes("other", [0, 1], target=np.arange(60) % 3))
+    assert "'target' looks like a label, and would become a feature" in told
+    assert "c0, c1, target" in passed(
+        "partition", *nodes("other", [0, 1], target=np.arange(60) % 3), "--keep", "target"
+    )
+    demo = refused("partition", "demo:powerlaw:100", tables / "demo", "--keep", "a")
+    assert "--keep names columns of a file of features or of --nodes" in demo
 
 
 def test_names_alone_and_refusals(tables: Path) -> None:

@@ -37,16 +37,31 @@ def test_the_script_runs_on_one_rank_and_on_two(
     told = passed("new", "run/train.py", *flags)
     assert "python run/train.py parts" in told and f"Train a {name} model" in Path("run/train.py").read_text()
     module = imported(Path("run/train.py"))
-    options = Namespace(store=str(store), epochs=3, patience=5, hidden=8, lr=0.05, seed=0)
+    options = Namespace(
+        store=str(store), epochs=3, patience=5, hidden=8, lr=0.05, seed=0, checkpoint="", resume=False, best=""
+    )
     found = []
     for ranks in (1, 2):
-        for file in tmp_path.glob("*.ckpt"):
-            file.unlink()
         monkeypatch.setattr(module.torch.nn.Dropout, "forward", lambda self, x: x)  # ranks draw numbers of their own
         found.append(sp.spawn(module.train, ranks, args=(options,)))
         assert f"on {ranks} rank(s); best at epoch" in capsys.readouterr().out
     assert found[0][0] == pytest.approx(found[1][0]) and found[1][0] == found[1][1]
-    sp.spawn(module.train, 2, args=(Namespace(**{**vars(options), "epochs": 40}),))
+    assert not [*tmp_path.glob("*.ckpt")], "nothing is written that was not named"
+
+    def run(**other: Any) -> None:
+        named = {"checkpoint": "run.ckpt", "best": "best.ckpt", "resume": True}
+        sp.spawn(module.train, 2, args=(Namespace(**{**vars(options), **named, **other}),))
+
+    run(resume=False)
+    capsys.readouterr()
+    for other, words in (
+        ({"resume": False}, "is there already: --resume goes on"),
+        ({"lr": 0.5}, "hidden, lr, seed = .8, 0.05, 0.: not as asked"),
+        ({"epochs": 2}, "has 3 epochs"),
+    ):
+        with pytest.raises(SystemExit, match=words):
+            run(**other)
+    run(epochs=40)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "best at epoch" in line]
     total, best = int(line.split()[0]), int(line.split("best at epoch ")[1].split(":")[0])
     assert 3 < total < 40 and total == best + 5, "it went on where it stood, and stopped early"
@@ -65,7 +80,9 @@ def test_the_script_for_dgl_takes_the_names_of_dgl(tmp_path: Path, monkeypatch: 
     text = Path("train.py").read_text()
     assert text.count('FEATURES, LABELS = "x", "y"') == 1
     Path("train.py").write_text(text.replace('FEATURES, LABELS = "x", "y"', 'FEATURES, LABELS = "feat", "label"'))
-    options = Namespace(store="parts", epochs=2, patience=5, hidden=8, lr=0.05, seed=0)
+    options = Namespace(
+        store="parts", epochs=2, patience=5, hidden=8, lr=0.05, seed=0, checkpoint="", resume=False, best=""
+    )
     assert len(sp.spawn(imported(Path("train.py")).train, 2, args=(options,))) == 2
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cli_helpers import epochs, misused, passed, records, refused
+from torch_geometric.nn import GraphSAGE
 
+import shardpass as sp
 from shardpass.cli import reporter
 from shardpass.cli.graphs import powerlaw
 from shardpass.data import partition
@@ -97,6 +99,36 @@ def test_resume_refuses_what_does_not_fit(store: Path, tmp_path: Path) -> None:
     run(store, tmp_path / "log", "--epochs", 1, *checkpoint)
     assert "does not fit the model" in refused("train", store, "--hidden", 16, "--epochs", 2, *checkpoint, "--resume")
     assert "give its name" in refused("train", store, "--resume")
+    again = ("train", store, "--hidden", 8, "--dtype", "float64", "--epochs", 2, *checkpoint)
+    for option, words in (
+        (("--lr", 0.5), "has --lr 0.02, and 0.5 would not take effect: give --lr 0.02"),
+        ((), "has --lr 0.02, and 0.01 would not take effect"),
+        (("--lr", 0.02, "--seed", 3), "has --seed 0, and 3 would not"),
+        (("--lr", 0.02, "--weight-decay", 0.1), "has --weight-decay 0.0, and 0.1 would not"),
+        (("--lr", 0.02, "--mask-prefix", "a"), "the store has no node field"),
+    ):
+        assert words in refused(*again, *option, "--resume")
+    passed(*again, "--lr", 0.02, "--patience", 7, "--resume")
+    assert "begins anew" in refused(*again, "--resume", "--overwrite")
+
+
+def test_a_file_of_another_run_is_not_overwritten(store: Path, tmp_path: Path) -> None:
+    for option in ("--checkpoint", "--best"):
+        run(store, tmp_path / "log", "--epochs", 3, option, tmp_path / "c")
+        before = (tmp_path / "c").read_bytes()
+        told = refused("train", store, "--epochs", 1, option, tmp_path / "c", "--ranks", 2)
+        assert (
+            f"{option} {tmp_path / 'c'} is there already, from another run" in told
+            and "--overwrite begins anew" in told
+        )
+        assert ("--resume goes on" in told) == (option == "--checkpoint") and (tmp_path / "c").read_bytes() == before
+        run(store, tmp_path / "log", "--epochs", 1, option, tmp_path / "c", "--overwrite")
+        assert (tmp_path / "c").read_bytes() != before
+        (tmp_path / "c").unlink()
+    script = tmp_path / "of a script"
+    sp.spawn(lambda comm: sp.save_checkpoint(script, comm, GraphSAGE(12, 64, 2, 4), None), 1)
+    words = refused("train", store, "--checkpoint", script, "--resume")
+    assert "holds no optimizer state" in words
 
 
 def test_early_stopping_keeps_the_best_and_goes_on_after_a_break(store: Path, tmp_path: Path) -> None:

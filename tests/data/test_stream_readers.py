@@ -140,7 +140,7 @@ def test_fields_are_dropped(tmp_path, npy):
         ("0,1,0.5\n1,2,x\n", r"e\.csv cannot be .* could not convert string 'x' to float32 at row 1"),
         ("0,1,2,3\n", r"e\.csv has 4 columns; expected source, destination"),
         ("0\n", r"has one column .commas separate those of a .csv, spaces those of a .txt.; expected source"),
-        ("0;1\n1;2\n", "has one column"),
+        ("0;1\n1;2\n", "has semicolons between its columns"),
         ("dst,src\n0,1\n", r"e\.csv has the columns dst, src; expected source, destination .* in this order"),
         ('"weight","src","dst"\n1,0,1\n', r"e\.csv has the columns \"weight\", \"src\", \"dst\"; exp"),
         ("0,1\n-3,2\n", r"e\.csv: source ids .*: -3 at position 1 is outside the valid interval \[0, 5\)"),

@@ -70,6 +70,14 @@ def test_a_plan_says_which_ranks_share_a_host(planned):
     assert found.per_host == 2
 
 
+def test_a_plan_says_that_it_assumes_random_parts():
+    for counts, ranks, is_said in (
+        (COUNTS, [2], True), (COUNTS, [1], False), (replace(COUNTS, cut_fraction=0.2, halo_fraction=0.1), [2], False)
+    ):  # fmt: skip
+        found = sp.plan(gat(), counts, ranks=ranks, modes=["sar"])
+        assert ("Edges between random nodes in random parts are assumed" in str(found)) == is_said
+
+
 def test_nothing_fits_is_said_with_what_would():
     found = sp.plan(gat(), COUNTS, ranks=[2], modes=["keep"], budget="90MiB")
     assert found.best is None and found.larger is not None and found.larger.peak <= 90 << 20

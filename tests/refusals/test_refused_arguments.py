@@ -111,6 +111,9 @@ TYPES = {
     "loss without ranks": (lambda at: at.loss(at.graph.y, None), "missing 1 required .* argument: 'comm'"),
     "loss swapped": (lambda at: at.loss(at.graph.y, at.comm, at.graph.y > 0), IN_ITS_PLACE.format("Tensor")),
     "a table without its graph": (lambda at: sp.NodeEmbedding(NODES, 8), "load or shard returned, but got int"),
+    "a table with ids": (
+        lambda at: sp.NodeEmbedding(at.graph, 8)(at.graph.node_ids), r"call it without ids, `emb\(\)` in place of"
+    ),
     "gather swapped": (lambda at: sp.gather(at.out, at.graph), "shardpass.load or shard returned, but got Tensor"),
     "the graph alone": (
         lambda at: at.model(at.graph), r"GCN\.forward\(\): missing .*: call model\(graph\.x, graph\.edge_in"

@@ -52,8 +52,13 @@ class NodeEmbedding(nn.Module):
         seed = int(torch.randint(2**62, ()))
         self.weight = OwnRows(_normal_rows(ids.cpu(), dim, seed, dtype).to(graph.comm.device))
 
-    def forward(self) -> Tensor:
-        """The own rows, ``[num_nodes, dim]``."""
+    def forward(self, *ids: Any) -> Tensor:
+        """The own rows, ``[num_nodes, dim]``. It takes no ids: row i is that of node ``graph.node_ids[i]``."""
+        if ids:
+            raise TypeError(
+                f"NodeEmbedding returns the rows of this rank's {self.node_type!r} nodes: call it without ids, "
+                f"`emb()` in place of `emb(ids)`; row i is that of node graph.node_ids[i]"
+            )
         return self.weight
 
     def extra_repr(self) -> str:

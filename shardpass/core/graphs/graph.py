@@ -60,6 +60,8 @@ class ShardedGraph:
         """What models have assigned, as in ``data.x = h``: it stays on the graph, as on PyG's ``data``."""
         self.graph_fields: dict[str, Any] = {}
         """Numbers, strings and tensors that belong to the graph as a whole, the same on every rank."""
+        self.column_names: dict[NodeType, dict[str, list[str]]] = {}
+        """The names of the columns of node fields that came from a table, by node type: ``{"node": {"x": [...]}}``."""
         self.own_links: dict[EdgeType, dict[str, Any]] = {}
         """This rank's share of stored links to score, by edge type: ``edge_label_index`` and ``edge_label``."""
         self._total_edges, self._num_classes = total_edges, dict(num_classes or {})

@@ -16,5 +16,8 @@ class TableWriter(Protocol):
     def check(self) -> None:
         """Return when files can be written. What it raises says why not, before any work is done."""
 
-    def write(self, path: Path, rows: np.ndarray, node_type: NodeType | None = None) -> None:
-        """Write, or replace, the file of all rows ``[total_nodes, ...]``: the columns `id` and `output`."""
+    def write(self, path: Path, rows: np.ndarray, node_type: NodeType | None = None, classes: bool = False) -> None:
+        """Write, or replace, the file of all rows ``[total_nodes, ...]``: the columns `id` and `output`.
+
+        With `classes`, rows are logits, and there are the columns `class` and `probability` too.
+        """

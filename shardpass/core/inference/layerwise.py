@@ -50,6 +50,7 @@ def infer(
     progress: Callable[[str], None] | None = None,
     node_type: NodeType | None = None,
     tag: str = "",
+    classes: bool = False,
 ) -> list[Path]:
     """The files to which the output of `model` for every node was written, in original order. Collective.
 
@@ -67,6 +68,7 @@ def infer(
         progress: called with the name of each layer as it begins.
         node_type: the type of the rows, if the model returns one tensor and the graph has several types.
         tag: any text. Pass another one if code has changed, which is not noticed: the run begins anew.
+        classes: what the model returns are logits, and a table has the columns `class` and `probability` of it, too.
 
     Returns:
         The files, ``[total_nodes, ...]`` each. `numpy.load` with ``mmap_mode="r"`` opens ``.npy`` without reading.
@@ -79,6 +81,8 @@ def infer(
         MissingDependencyError: pyarrow, which writes tables, is not installed.
     """
     comm, target = _checked(model, graph, path, overwrite, node_type)
+    if classes and target.suffix != _TABLE:
+        raise ValueError(f"infer(classes=True) writes columns of a table (.parquet), and {target.name} is none")
     with ordinary_tensors():  # what stands for rows counts their changes
         args = torch_private.tree_map(plain_of, args or (graph.x if graph.is_homogeneous else graph.x_dict, graph))
         refuse_unlike(model, comm)  # before what an interrupted run has left is begun anew
@@ -86,9 +90,9 @@ def infer(
         journal = Journal(target.with_name(f".{target.name}.partial"), comm, fingerprint, progress, Deferral())
         with _evaluating(model, comm, journal):
             found = _outputs(model, graph, args, journal)
-        rows = _on_all(comm, lambda: _rows_by_type(graph, found, target, overwrite, node_type))
+        rows = _on_all(comm, lambda: _rows_by_type(graph, found, target, overwrite, node_type, classes))
         for file, of_type in rows.items():
-            _write(graph, file, *of_type)
+            _write(graph, file, classes, *of_type)
         journal.remove()
     return list(rows)
 
@@ -170,7 +174,9 @@ def _outputs(model: nn.Module, graph: ShardedGraph, args: tuple[Any, ...], journ
 _Rows = dict[Path, tuple[Tensor, Tensor, int, NodeType | None]]
 
 
-def _rows_by_type(graph: ShardedGraph, found: Any, path: Path, overwrite: bool, node_type: NodeType | None) -> _Rows:
+def _rows_by_type(
+    graph: ShardedGraph, found: Any, path: Path, overwrite: bool, node_type: NodeType | None, classes: bool
+) -> _Rows:
     """For each file to write: own rows, their original ids, how many rows all ranks have, and the node type."""
     if isinstance(found, Tensor):
         if node_type is None and len(graph.node_types) > 1:
@@ -199,11 +205,18 @@ def _rows_by_type(graph: ShardedGraph, found: Any, path: Path, overwrite: bool, 
             shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"infer: the model returned {shape}; expected {ids.numel()} rows, one per own node")
         value = value.float() if value.dtype == torch.bfloat16 else value  # which numpy does not know
+        if classes and (value.dim() != 2 or not value.is_floating_point() or value.size(1) < 2):
+            raise ValueError(
+                f"infer(classes=True): the model returned {list(value.shape)} of {value.dtype}; expected logits, a "
+                f"number for each of several classes"
+            )
         rows[target] = (value.detach(), ids.cpu(), total, node_type)
     return rows
 
 
-def _write(graph: ShardedGraph, path: Path, rows: Tensor, ids: Tensor, total: int, node_type: NodeType | None) -> None:
+def _write(
+    graph: ShardedGraph, path: Path, classes: bool, rows: Tensor, ids: Tensor, total: int, node_type: NodeType | None
+) -> None:
     """Write the rows of all ranks into one file, which gets its name when it is complete. Collective."""
     comm, partial = graph.comm, path.with_name(f".{path.name}.writing")
     table = path.with_name(f".{path.name}.table")
@@ -230,7 +243,7 @@ def _write(graph: ShardedGraph, path: Path, rows: Tensor, ids: Tensor, total: in
             table.unlink(missing_ok=True)
             numbers = np.load(partial, mmap_mode="r")
             with tells_of_full_disk(path, numbers.nbytes):
-                graph.tables.write(table, numbers, node_type)
+                graph.tables.write(table, numbers, node_type, classes)
             os.replace(table, path)
         elif comm.rank == 0:
             os.replace(partial, path)

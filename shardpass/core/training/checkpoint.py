@@ -30,6 +30,7 @@ from shardpass.core.ranks import (
     torch_private,
 )
 from shardpass.core.training.buckets import broadcast_tensors
+from shardpass.core.training.checkpoint_columns import refuse_other_columns, warn_of_unknown
 from shardpass.core.training.checkpoint_file import FORMAT, decode, encode, read_file, write_file
 from shardpass.core.training.groups import refuse_parts
 from shardpass.core.training.same_model import refuse_unlike
@@ -57,7 +58,7 @@ def save_checkpoint(
         model: the ``state_dict`` of rank 0 is saved, but rows owned by ranks (``shardpass_local``) of every rank.
         optimizer: any torch optimizer whose state is tensors and JSON values.
         epoch: what `load_checkpoint` returns as the epoch.
-        graph: its ``fingerprint`` and ``partition_fingerprint`` are saved, and compared on loading.
+        graph: its ``fingerprint``, ``partition_fingerprint`` and ``column_names`` are saved, and compared on loading.
         extra: nested dicts, lists and tuples of tensors and JSON values. That of rank 0 is saved.
 
     Raises:
@@ -81,6 +82,7 @@ def save_checkpoint(
         tensors.update({f"{name}@{rank}": part for rank, part in enumerate(rows)})
     manifest = {"format": FORMAT, "ranks": comm.size, "epoch": epoch, "local": local, **trees}
     manifest["graph"], manifest["partition"] = _fingerprints(graph)
+    manifest["columns"] = getattr(graph, "column_names", {})
     _agreed(comm, lambda: write_file(path, tensors, manifest) if comm.rank == 0 else None)
 
 
@@ -91,6 +93,7 @@ def load_checkpoint(
     optimizer: Optimizer | None = None,
     *,
     graph: Any = None,
+    other_graph: bool = False,
 ) -> dict[str, Any]:
     """Restore what `save_checkpoint` wrote, on any number of ranks. Collective.
 
@@ -102,7 +105,9 @@ def load_checkpoint(
         model: it has the names, shapes and dtypes of the saved one.
         optimizer: of the saved class, over parameters of the saved shapes. `None` leaves the saved state unused.
         graph: the checkpoint is refused if it was written for another graph or partition. `None` leaves that unchecked,
-            and is refused for a model with rows owned by ranks (`NodeEmbedding`).
+            and is refused for a model with rows owned by ranks (`NodeEmbedding`). It is also refused if columns of its
+            node fields have other names, or another order, than those that were trained on.
+        other_graph: `graph` may be another graph or partition, as for inference. Its columns are compared.
 
     Returns:
         ``{"epoch": ..., "extra": ..., "random": ...}``. The last is ``"restored"``, or ``"derived"`` if the number of
@@ -116,7 +121,9 @@ def load_checkpoint(
     manifest = _agreed(comm, lambda: read_file(path, read) if comm.rank == 0 else None)
     manifest = comm.all_gather_object(manifest, "checkpoint manifest")[0]
     rows = _rows(model, optimizer, comm)
-    _agreed(comm, lambda: _validate(path, comm, manifest, model, optimizer, graph, rows))
+    _agreed(comm, lambda: _validate(path, comm, manifest, model, optimizer, graph, rows, other_graph))
+    if graph is not None and comm.rank == 0:
+        warn_of_unknown(str(path), manifest["columns"], getattr(graph, "column_names", {}))
     tensors = _passed_on(manifest, read, comm, rows)
     _agreed(comm, lambda: _restore(manifest, tensors, model, optimizer))
     random = _agreed(comm, lambda: _continue_random(manifest, tensors, comm))
@@ -224,21 +231,22 @@ def _fingerprints(graph: Any) -> tuple[str | None, str | None]:
 
 def _validate(
     path: Path, comm: Ranks, manifest: dict[str, Any], model: nn.Module, optimizer: Optimizer | None, graph: Any,
-    rows: dict[str, list[int]],
+    rows: dict[str, list[int]], other_graph: bool,
 ) -> None:  # fmt: skip
     """Raise CheckpointError if the checkpoint does not fit what it is loaded into."""
     what = f"the checkpoint {str(path)!r}"
     for kind, found in zip(("graph", "partition"), _fingerprints(graph)):
-        if None not in (found, manifest[kind]) and found != manifest[kind]:
+        if not other_graph and None not in (found, manifest[kind]) and found != manifest[kind]:
             raise CheckpointError(
-                f"{what} was written for another {kind}: {manifest[kind]}, this is {found}. Load it with the store "
-                f"that it was trained on"
+                f"{what} was written for another {kind}: {manifest[kind]}, this is {found}. To go on training, load it "
+                f"with the store that it was trained on; to use its parameters here, pass other_graph=True"
             )
+    refuse_other_columns(what, manifest["columns"], getattr(graph, "column_names", {}))
     local = [name for name in manifest["local"] if not name.startswith("random/")]
-    if local and (_fingerprints(graph)[1] is None or manifest["partition"] is None):
+    if local and (other_graph or _fingerprints(graph)[1] is None or manifest["partition"] is None):
         raise CheckpointError(
             f"{what} holds rows owned by ranks ({local[0]}), which belong to the nodes of one partition: pass graph= "
-            f"to save_checkpoint and to load_checkpoint, so that they can be compared"
+            f"to save_checkpoint and to load_checkpoint, so that they can be compared, and not other_graph=True"
         )
     state = model.state_dict()
     own = {name: describe(value) if isinstance(value, Tensor) else "no tensor" for name, value in state.items()}

@@ -42,6 +42,7 @@ _SCHEMA = {
     "local": [str],
     "graph": (str, None),
     "partition": (str, None),
+    "columns": {str: {str: [str]}},
     "model": {"dict": list},
     "model_metadata": dict,
     "extra": object,
@@ -199,6 +200,8 @@ def _checked(manifest: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """The manifest, after its trees have been decoded once. Tensors that were stored per rank are joined."""
     if isinstance(manifest, dict) and manifest.get("format") != FORMAT:
         raise ValueError(f"it has format {manifest.get('format')}, this version reads format {FORMAT}")
+    if isinstance(manifest, dict):
+        manifest.setdefault("columns", {})  # which earlier checkpoints have not
     problem = mismatch(manifest, _SCHEMA)
     if problem:
         raise ValueError(problem)

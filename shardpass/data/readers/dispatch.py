@@ -67,7 +67,7 @@ def read(
     return graph.validate(device=device, edges_are_known=edges_are_known)
 
 
-def stream_files(data: Any, drop: Sequence[str] = ()) -> GraphFiles | None:
+def stream_files(data: Any, drop: Sequence[str] = (), keep: Sequence[str] = ()) -> GraphFiles | None:
     """What `data` names, if it is to be read piece by piece: a directory of files, or a dataset of OGB; else None.
 
     Raises:
@@ -79,8 +79,10 @@ def stream_files(data: Any, drop: Sequence[str] = ()) -> GraphFiles | None:
         return None
     path = Path(data)
     if is_ogb(path) or (not path.exists() and path.name == str(data) and path.name.startswith(PREFIX)):
+        if keep:
+            raise ValueError(f"keep= (--keep) names columns of a file of features, and {data} is a dataset of OGB")
         return stream_ogb(data, drop=tuple(drop))
-    return replace(stream_edge_list(path), drop=tuple(drop)) if path.is_dir() else None
+    return replace(stream_edge_list(path, keep=keep), drop=tuple(drop)) if path.is_dir() else None
 
 
 def _named(graph: RawGraph, node_id: str) -> RawGraph:

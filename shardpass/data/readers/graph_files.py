@@ -7,8 +7,9 @@ import shutil
 import tempfile
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ import numpy as np
 from torch import Tensor
 
 from shardpass.core.ranks import refuse_irregular, tells_of_full_disk
+from shardpass.data.column_names import refuse_doubtful
 from shardpass.data.file_rows import FileRows, in_memory
 from shardpass.data.raw import EDGE, NODE, EdgeArrays, RawGraph
+from shardpass.data.readers.inverse import inverse_added
 from shardpass.data.readers.mapping import count_nodes
-from shardpass.data.readers.parquet import parquet_edges, parquet_rows
-from shardpass.data.readers.text import is_text, text_edges, text_rows
+from shardpass.data.readers.parquet import parquet_edges, parquet_features, parquet_rows
+from shardpass.data.readers.text import is_text, text_edges, text_features, text_rows
 from shardpass.data.reading import reading
 from shardpass.data.rows import as_tensor
 from shardpass.data.streaming import Budget
@@ -59,6 +62,8 @@ class EdgeListFiles(GraphFiles):
     """An edge list and arrays beside it. Made by `stream_edge_list`.
 
     drop: the names of fields to leave out.
+    keep: columns of `x` whose names are those of an index or a label.
+    add_inverse_edge: whether the reverse of each edge is added.
     """
 
     edges: Path
@@ -66,8 +71,12 @@ class EdgeListFiles(GraphFiles):
     weights: Path | None = None
     num_nodes: int | None = None
     drop: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
+    add_inverse_edge: bool = False
 
     def open(self, budget: Budget) -> RawGraph:
+        x = None if "x" in self.drop else self.fields.get("x")
+        columns = [] if x is None else budget.team.first(str(x), partial(_features, x, self.keep))
         ends, weights = open_edges(self.edges, budget)
         if self.weights is not None:
             if weights is not None:
@@ -75,7 +84,9 @@ class EdgeListFiles(GraphFiles):
             weights = open_rows(self.weights, budget)
         node_fields = {name: open_rows(path, budget) for name, path in self.fields.items() if name not in self.drop}
         weights = None if "edge_weight" in self.drop else weights
-        return _graph(ends, weights, node_fields, self.num_nodes, f"{self.edges.name} (edge list)")
+        graph = _graph(ends, weights, node_fields, self.num_nodes, f"{self.edges.name} (edge list)")
+        graph = replace(graph, columns={NODE: {"x": columns}} if columns else {})
+        return inverse_added(graph, budget) if self.add_inverse_edge else graph
 
     open_together = open
 
@@ -88,6 +99,8 @@ def stream_edge_list(
     masks: Mapping[str, PathLike] | None = None,
     weights: PathLike | None = None,
     num_nodes: int | None = None,
+    keep: Collection[str] = (),
+    add_inverse_edge: bool = False,
 ) -> EdgeListFiles:
     """An edge list in files, for `shardpass.partition`, which never holds it in memory as a whole.
 
@@ -107,6 +120,9 @@ def stream_edge_list(
         masks: booleans [num_nodes] by name, such as `"train_mask"`.
         weights: becomes `edge_weight`, [num_edges].
         num_nodes: needed when there are neither features nor labels nor masks.
+        keep: columns of the features that are meant, though their names are those of an index or a label.
+        add_inverse_edge: add the reverse of each edge right behind it, with its weight. Nothing is merged: of a list
+            that has both directions, each edge would be there twice.
 
     Raises:
         ValueError: when a file does not exist or is of a kind that cannot be read.
@@ -119,10 +135,12 @@ def stream_edge_list(
         fields = {**{field: file for field, file in found.items() if file is not None}, **fields}
         beside = beside or _in_folder(path, "weights")
         path = _edges_in(path)
+    if keep and "x" not in fields:
+        raise ValueError(f"keep={[*keep]} (--keep) names columns of features, and none are given: pass features=")
     _check_kind(path, _EDGE_FILES)
     for file in (*fields.values(), *([beside] if beside else [])):
         _check_kind(file, _FIELD_FILES)
-    return EdgeListFiles(path, fields, beside, num_nodes)
+    return EdgeListFiles(path, fields, beside, num_nodes, keep=tuple(keep), add_inverse_edge=add_inverse_edge)
 
 
 def read_edge_list(
@@ -162,6 +180,16 @@ def _graph(ends: EdgeArrays, weights: Any, node_fields: Mapping[str, Any], num_n
     edge_fields = {} if weights is None else {"edge_weight": weights}
     count = count_nodes(num_nodes, node_fields, NODE)
     return RawGraph({NODE: count}, {EDGE: ends}, {NODE: node_fields}, {EDGE: edge_fields}, {}, source)
+
+
+def _features(path: Path, keep: Collection[str]) -> list[str]:
+    """The names of the columns of features in a file, if it has names."""
+    if path.suffix == ".parquet" or path.is_dir():
+        return parquet_features(path, keep)
+    if is_text(path):
+        return text_features(path, keep)
+    refuse_doubtful(path, (), (), keep)  # an array has no names to keep
+    return []
 
 
 def open_edges(path: Path, budget: Budget) -> tuple[EdgeArrays, FileRows | None]:

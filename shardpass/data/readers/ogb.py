@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from shardpass.data.file_rows import FileRows, RowWriter, blocks
 from shardpass.data.raw import EdgeArrays, RawGraph
 from shardpass.data.readers.graph_files import GraphFiles, PathLike, open_edges, open_rows
+from shardpass.data.readers.inverse import inverse_added
 from shardpass.data.readers.ogb_directory import find_arrays, has_several_types, is_dataset
 from shardpass.data.readers.text import text_rows
 from shardpass.data.rows import Field
@@ -39,9 +39,6 @@ class OgbFiles(GraphFiles):
         found = find_arrays(self.folder)
         edges = {kind: _edges(path, budget) for kind, path in found.edges.items()}
         edge_fields = {kind: self._opened(paths, budget) for kind, paths in found.edge_fields.items()}
-        if self.add_inverse_edge:
-            edges = {kind: EdgeArrays(*_with_inverse(ends, budget)) for kind, ends in edges.items()}
-            edge_fields = {k: {name: _repeated(f, budget) for name, f in own.items()} for k, own in edge_fields.items()}
         node_fields: dict[str, dict[str, Field]] = {}
         for kind, count in found.num_nodes.items():
             node_fields[kind] = {**self._opened(found.node_fields[kind], budget)}
@@ -51,7 +48,8 @@ class OgbFiles(GraphFiles):
                     mask: _mask(path, count, budget) for mask, path in paths.items() if mask not in self.drop
                 }
         source = f"{self.folder.name} (OGB{', with inverse edges' if self.add_inverse_edge else ''})"
-        return RawGraph(found.num_nodes, edges, node_fields, edge_fields, {}, source)
+        graph = RawGraph(found.num_nodes, edges, node_fields, edge_fields, {}, source)
+        return inverse_added(graph, budget) if self.add_inverse_edge else graph
 
     def _opened(self, paths: dict[str, Path], budget: Budget) -> dict[str, FileRows]:
         rows = {name: open_rows(path, budget) for name, path in paths.items() if name not in self.drop}
@@ -125,23 +123,6 @@ def _edges(path: Path, budget: Budget) -> EdgeArrays:
     if weights is not None:
         raise ValueError(f"{path} has 3 columns; expected source and destination")
     return ends
-
-
-def _with_inverse(ends: EdgeArrays, budget: Budget) -> Iterator[FileRows]:
-    """The sources and the destinations, with each edge followed by its reverse."""
-    for own, other in ((ends.src, ends.dst), (ends.dst, ends.src)):
-        writer = RowWriter(budget.file(), own.array.dtype, name=own.name)
-        for (_, first), (_, second) in zip(blocks(own, budget.block_edges), blocks(other, budget.block_edges)):
-            writer.append(np.stack([first.numpy(), second.numpy()], axis=1).reshape(-1))
-        yield writer.rows()
-
-
-def _repeated(rows: FileRows, budget: Budget) -> FileRows:
-    """Each row twice."""
-    writer = RowWriter(budget.file(), rows.array.dtype, tuple(rows.shape[1:]), rows.name)
-    for _, block in blocks(rows, _BLOCK_ROWS):
-        writer.append(np.repeat(block.numpy(), 2, axis=0))
-    return writer.rows()
 
 
 def _labels(rows: FileRows, budget: Budget) -> FileRows:

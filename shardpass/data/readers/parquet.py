@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shardpass.core.ranks import refuse_irregular
+from shardpass.data.column_names import in_order, pandas_index, place_of, refuse_doubtful, refuse_index
 from shardpass.data.file_rows import FileRows, RowWriter
 from shardpass.data.raw import EdgeArrays
-from shardpass.data.readers.column_names import in_order, place_of
 from shardpass.data.reading import reading
 from shardpass.data.streaming import Budget
 from shardpass.errors import require
@@ -36,6 +36,7 @@ def parquet_edges(path: Path, budget: Budget) -> tuple[EdgeArrays, FileRows | No
         raise ValueError(
             f"{path} has the columns {names}; expected two of node ids (src and dst) and perhaps one named weight"
         )
+    refuse_index(path, ends)
     writers = [RowWriter(budget.file(), kind, name=path) for kind in (np.int64, np.int64, np.float32)]
 
     def copy() -> None:
@@ -80,6 +81,17 @@ def parquet_rows(path: Path, budget: Budget) -> FileRows:
         return writer or RowWriter(budget.file(), np.float32, name=path)
 
     return budget.team.join(budget.team.together(str(path), copied))
+
+
+def parquet_features(path: Path, keep: Collection[str]) -> list[str]:
+    """The names of the columns that `parquet_rows` reads as features; none of a column of lists.
+
+    Those that look like an index or a label, and that `keep` does not name, are refused.
+    """
+    schema = open_dataset(path).schema
+    names = [name for name in schema.names if name not in ID_NAMES]
+    refuse_doubtful(path, names, pandas_index(schema), keep)
+    return names if len(names) > 1 else []
 
 
 def open_dataset(path: Path) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardpass.core.ranks import refuse_irregular
+from shardpass.data.column_names import pandas_index, refuse_separator
 from shardpass.data.names import IdColumn, name_type
 from shardpass.data.readers.parquet import open_dataset, record_batches
 from shardpass.data.reading import reading
@@ -22,12 +24,14 @@ class Table:
     """A Parquet file, a folder of them, or a CSV file whose first line names the columns. Made by `open_table`.
 
     types: the type of pyarrow of each column; of a CSV file what the first block of the column looks like.
+    index: the columns in which pandas has written an index.
     """
 
     path: Path
     is_text: bool
     types: dict[str, Any]
     num_rows: int
+    index: tuple[str, ...]
 
     def batches(self, types: Mapping[str, Any], budget: Budget) -> Iterator[tuple[int, Any]]:
         """Some columns in blocks of rows, each with the number of its first row. A CSV file is read as these types."""
@@ -50,12 +54,24 @@ class Table:
 def open_table(path: Path) -> Table:
     """The table in a file or a folder."""
     is_text = path.name.endswith((".csv", ".csv.gz"))
+    if is_text:
+        with reading(path, _kind(True)):
+            refuse_irregular(path)
+            with gzip.open(path, "rt") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
+                line = file.readline()
+        refuse_separator(path, line)
     dataset = _text(path, {}) if is_text else open_dataset(path)
     names = dataset.schema.names
     if len(set(names)) < len(names):
         raise ValueError(f"{path} has the columns {names}; expected another name for each")
     with reading(path, _kind(is_text)):
-        return Table(path, is_text, dict(zip(names, dataset.schema.types)), dataset.count_rows())
+        return Table(
+            path,
+            is_text,
+            dict(zip(names, dataset.schema.types)),
+            dataset.count_rows(),
+            tuple(pandas_index(dataset.schema)),
+        )
 
 
 def _kind(is_text: bool) -> str:

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardpass.data.column_names import place_of, refuse_doubtful, refuse_index
 from shardpass.data.file_rows import FileRows, RowWriter
 from shardpass.data.names import Examples, IdColumn, Names, distinct_names, open_dictionary, write_names
 from shardpass.data.raw import EDGE, NODE, EdgeArrays, RawGraph
-from shardpass.data.readers.column_names import place_of
 from shardpass.data.readers.graph_files import GraphFiles, PathLike
+from shardpass.data.readers.inverse import inverse_added
 from shardpass.data.readers.parquet import ID_NAMES, numbers_of
 from shardpass.data.readers.table import TABLE_FILES, Table, open_table
 from shardpass.data.streaming import Budget
@@ -36,30 +37,35 @@ class TableFiles(GraphFiles):
     dst: str | None = None
     label: str | None = None
     drop: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
+    add_inverse_edge: bool = False
 
     def open(self, budget: Budget) -> RawGraph:
         edges = open_table(self.edges)
         src, dst, weight = _edge_columns(edges, self.src, self.dst, self.drop)
         ends = [edges.ids(name, budget) for name in (src, dst)]
-        names, fields, what = self._nodes(ends, budget)
+        names, fields, what, columns = self._nodes(ends, budget)
         with open_dictionary(names, what, edges.is_text, budget) as found:
             arrays = EdgeArrays(*(found.numbers(column) for column in ends))
         weights = {} if weight is None else {"edge_weight": _weights(edges, weight, budget)}
         source = " and ".join(path.name for path in (self.edges, self.nodes) if path is not None)
-        return RawGraph(
-            {NODE: len(names)}, {EDGE: arrays}, {NODE: fields}, {EDGE: weights}, {}, source, names={NODE: names}
-        )
+        graph = RawGraph(
+            {NODE: len(names)}, {EDGE: arrays}, {NODE: fields}, {EDGE: weights}, {}, source, names={NODE: names},
+            columns={NODE: {"x": columns}} if columns else {},
+        )  # fmt: skip
+        return inverse_added(graph, budget) if self.add_inverse_edge else graph
 
-    def _nodes(self, ends: list[IdColumn], budget: Budget) -> tuple[Names, dict[str, FileRows], str]:
-        """The names of the nodes, their fields, and where they are from."""
+    def _nodes(self, ends: list[IdColumn], budget: Budget) -> tuple[Names, dict[str, FileRows], str, list[str]]:
+        """The names of the nodes, their fields, where they are from, and the names of the features."""
         if self.nodes is None:
-            return distinct_names(ends, budget), {}, str(self.edges)
+            return distinct_names(ends, budget), {}, str(self.edges), []
         table = open_table(self.nodes)
-        columns = _node_columns(table, self.node_id, self.label, self.drop)
+        columns = _node_columns(table, self.node_id, self.label, self.drop, self.keep)
         ids = table.ids(columns.id, budget)
         if table.is_text and not ends[0].is_text and ends[0].kind == "strings":  # then nothing here is an integer
             ids = replace(ids, is_text=False)
-        return write_names(ids, budget), _fields(table, columns, budget), ids.what
+        features = [] if any(map(_is_list, (table.types[name] for name in columns.features))) else columns.features
+        return write_names(ids, budget), _fields(table, columns, budget), ids.what, features
 
 
 def stream_tables(
@@ -71,6 +77,8 @@ def stream_tables(
     dst: str | None = None,
     label: str | None = None,
     drop: tuple[str, ...] = (),
+    keep: tuple[str, ...] = (),
+    add_inverse_edge: bool = False,
 ) -> TableFiles:
     """Tables whose node ids are your own, strings or any integers, for `shardpass.partition`.
 
@@ -93,6 +101,8 @@ def stream_tables(
         src, dst: the names of the columns of ids in `edges`, if they do not tell it themselves.
         label: the name of the column of labels.
         drop: columns to leave out.
+        keep: columns that are features, though their names are those of an index or a label.
+        add_inverse_edge: add the reverse of each edge right behind it, as in `stream_edge_list`.
 
     Raises:
         ValueError: when a file does not exist or is of another kind.
@@ -103,9 +113,9 @@ def stream_tables(
             raise ValueError(f"there is no file {file}")
         if not file.name.endswith(TABLE_FILES) and not file.is_dir():
             raise ValueError(f"{file}: expected a table, one of {', '.join(TABLE_FILES)}, or a folder of .parquet")
-    if nodes is None and (node_id or label):
-        raise ValueError("node_id= and label= name columns of a table of nodes: pass nodes= (--nodes) as well")
-    return TableFiles(of_edges, of_nodes, node_id, src, dst, label, tuple(drop))
+    if nodes is None and (node_id or label or keep):
+        raise ValueError("node_id=, label= and keep= name columns of a table of nodes: pass nodes= (--nodes) as well")
+    return TableFiles(of_edges, of_nodes, node_id, src, dst, label, tuple(drop), tuple(keep), add_inverse_edge)
 
 
 def _edge_columns(table: Table, src: str | None, dst: str | None, drop: tuple[str, ...]) -> tuple[str, str, str | None]:
@@ -117,6 +127,7 @@ def _edge_columns(table: Table, src: str | None, dst: str | None, drop: tuple[st
     two = [name for name in names if place_of(name) != 2]
     if not ends and not table.is_text and len(two) == 2:  # in a CSV file the first line may be an edge
         ends = two
+        refuse_index(table.path, two)
     weights = [name for name in names if place_of(name) == 2 and name not in ends]
     if len(ends) != 2 or len(weights) > 1:
         raise ValueError(
@@ -139,13 +150,17 @@ class _NodeColumns(NamedTuple):
     features: list[str]
 
 
-def _node_columns(table: Table, node_id: str | None, label: str | None, drop: tuple[str, ...]) -> _NodeColumns:
+def _node_columns(
+    table: Table, node_id: str | None, label: str | None, drop: tuple[str, ...], keep: tuple[str, ...]
+) -> _NodeColumns:
     names = [name for name in table.types if name not in drop]
     ids = [_known(table, node_id)] if node_id is not None else [name for name in names if name in ID_NAMES]
     if len(ids) != 1:
         raise ValueError(f"{table.path} has the columns {names}; which one holds the ids? Pass node_id= (--node-id)")
     names = [name for name in names if name not in ids]
-    labels = [_known(table, label)] if label is not None else [name for name in names if name in _LABELS]
+    keep = tuple(_known(table, name) for name in keep)
+    labels = [name for name in names if name in _LABELS and name not in keep]
+    labels = labels if label is None else [_known(table, label)]
     masks, split = [n for n in names if n in _MASKS], [n for n in names if n == "split"]
     if len(labels) > 1 or (masks and split):
         both = labels if len(labels) > 1 else [*masks, *split]
@@ -153,30 +168,35 @@ def _node_columns(table: Table, node_id: str | None, label: str | None, drop: tu
     features = [name for name in names if name not in (*labels, *masks, *split)]
     found = _NodeColumns(ids[0], labels, masks, split, features)
     _check_types(table, found)
+    do = "leave it out by drop= (--drop), "
+    do += "name the label by label= (--label), " if not labels else ""
+    refuse_doubtful(table.path, features, table.index, keep, f"{do}or say by keep= (--keep) that it is one")
     return found
 
 
 def _check_types(table: Table, columns: _NodeColumns) -> None:
     kinds = require("pyarrow", "names", "reading tables").types
 
-    def is_list(found: Any) -> bool:
-        return any(kind(found) for kind in (kinds.is_list, kinds.is_large_list, kinds.is_fixed_size_list))
-
     def is_number(found: Any) -> bool:
         return any(kind(found) for kind in (kinds.is_integer, kinds.is_floating, kinds.is_boolean, kinds.is_null))
 
     def holds_numbers(name: str) -> bool:
         found = table.types[name]
-        return is_number(found.value_type if is_list(found) else found)
+        return is_number(found.value_type if _is_list(found) else found)
 
     others = [name for name in columns.features if not holds_numbers(name)]
     if others:
         raise ValueError(_unplaced(table, others, "features are numbers, or lists of numbers"))
-    if len(columns.features) > 1 and any(is_list(table.types[name]) for name in columns.features):
+    if len(columns.features) > 1 and any(_is_list(table.types[name]) for name in columns.features):
         raise ValueError(_unplaced(table, columns.features, "features are one column of lists, or columns of numbers"))
     for name in columns.label:
         if not holds_numbers(name):
             raise TypeError(f"{table.path}, column {name!r} holds {table.types[name]}; expected the numbers of classes")
+
+
+def _is_list(found: Any) -> bool:
+    kinds = require("pyarrow", "names", "reading tables").types
+    return any(kind(found) for kind in (kinds.is_list, kinds.is_large_list, kinds.is_fixed_size_list))
 
 
 def _known(table: Table, name: str) -> str:
@@ -232,6 +252,11 @@ def _rows(batch: Any, columns: _NodeColumns, what: str, first: int) -> Iterator[
         yield "x", x.astype(np.float32)
     for name in columns.label:
         is_whole = str(batch[name].type).startswith(("int", "uint"))
+        if not is_whole and batch[name].null_count:
+            raise ValueError(
+                f"{what}{name!r} holds {batch[name].type} with gaps, as pandas makes of integers with gaps: write "
+                f"class ids as integers (astype('Int64')), of which a missing one becomes -1, or give each row a number"
+            )
         y = numbers_of(batch[name].cast("int64").fill_null(-1) if is_whole else batch[name], f"{what}{name!r}", first)
         yield "y", y.astype(np.float32 if y.dtype.kind == "f" else np.int64)
     for name in columns.masks:

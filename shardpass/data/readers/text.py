@@ -6,7 +6,7 @@ import gzip
 import io
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -14,9 +14,9 @@ from typing import IO, Any
 import numpy as np
 
 from shardpass.core.ranks import refuse_irregular
+from shardpass.data.column_names import in_order, refuse_doubtful, refuse_index, refuse_separator
 from shardpass.data.file_rows import FileRows, RowWriter
 from shardpass.data.raw import EdgeArrays
-from shardpass.data.readers.column_names import in_order
 from shardpass.data.reading import reading
 from shardpass.data.streaming import Budget
 from shardpass.data.team import Team
@@ -44,6 +44,7 @@ def text_edges(path: Path, budget: Budget) -> tuple[EdgeArrays, FileRows | None]
             f"{path} has the columns {', '.join(names)}; expected source, destination and perhaps a weight, "
             "in this order"
         )
+    refuse_index(path, names)
     kind = np.dtype([("src", np.int64), ("dst", np.int64), ("weight", np.float32)][: columns or 2])
     writers = {name: RowWriter(budget.file(), kind[name], name=path) for name in kind.names or ()}
 
@@ -73,11 +74,21 @@ def text_rows(path: Path, budget: Budget) -> FileRows:
     return writer.rows()
 
 
+def text_features(path: Path, keep: Collection[str]) -> list[str]:
+    """The names of the columns in the header line, if there is one. Refused as those of `parquet_features`."""
+    names, columns = _header(path)
+    names = [name.strip(" \"'\ufeff") for name in names]
+    refuse_doubtful(path, names, (), keep)
+    return names if len(names) == columns > 1 else []
+
+
 def _header(path: Path) -> tuple[list[str], int]:
     """The names in the header line, if there is one, and the number of columns (0 if the file holds no numbers)."""
     names: list[str] = []
     with _opened(path) as (_, file):
         for number, line in enumerate(file):
+            if number == 0 and _delimiter(path) == ",":
+                refuse_separator(path, line)
             words = [word.strip() for word in line.partition("#")[0].strip().split(_delimiter(path))]
             if number == 0 and any(words) and not any(map(_is_number, words)):
                 names = words

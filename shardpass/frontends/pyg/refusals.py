@@ -110,12 +110,21 @@ def refuse_node_tables(model: nn.Module, comm: Ranks, args: Any, kwargs: Any) ->
     refuse_matrices(model, totals)
     for name, parameter in _tables(model):
         if parameter.size(0) in totals:
+            kind = _type_with(leaves, parameter.size(0))
             raise RefusedError(
                 f"parameter or buffer {name!r} {list(parameter.shape)} has a row for each of the {parameter.size(0)} "
-                f"nodes of the graph, but a rank only has its own nodes, in another order. Use "
-                f"shardpass.NodeEmbedding(graph, {parameter.size(1)}) in its place, or a node field; "
+                f"{kind and f'{kind!r} '}nodes of the graph, but a rank only has its own nodes, in another order. Use "
+                f"emb = shardpass.NodeEmbedding(graph, {parameter.size(1)}{kind and f', {kind!r}'}) in its place, "
+                f"called without ids, emb(), or a node field; "
                 f"if the two numbers are equal by chance, change the width"
             )
+
+
+def _type_with(leaves: list[Any], count: int) -> str:
+    """The node type of so many nodes, of a graph of several types; else empty."""
+    graphs = (leaf for leaf in leaves if isinstance(leaf, ShardedGraph) and len(leaf.node_types) > 1)
+    kinds = (kind for graph in graphs for kind, owned in graph.ownership.items() if owned.num_total == count)
+    return next(kinds, "")
 
 
 def refuse_whole_tensors(leaves: list[Any]) -> None:

@@ -67,7 +67,7 @@ def test_what_is_written_is_read_and_rows_of_ranks_are_joined(tmp_path):
     tensors = {}
     found = read_file(tmp_path / "a", tensors)
     shapes = {"model/weight": ["int64", [1, 2]], "rows": ["float32", [3, 1]]}
-    assert found == {**manifest(), "tensors": shapes} and list(found["tensors"]) == sorted(shapes)
+    assert found == {**manifest(), "columns": {}, "tensors": shapes} and list(found["tensors"]) == sorted(shapes)
     assert tensors.keys() == shapes.keys() and tensors["rows"].view(-1).tolist() == [0, 0, 1]
     assert json.loads(read_verified(tmp_path / "a")[0]) == manifest()
 

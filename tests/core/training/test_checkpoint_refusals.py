@@ -147,7 +147,7 @@ def test_only_the_same_graph_and_partition_fit(tmp_path):
     other = SimpleNamespace(fingerprint="g2", partition_fingerprint="p1")
     refused(
         tmp_path / "a",
-        r"^the checkpoint '.*a' was written for another graph: g1, this is g2. Load it with the store",
+        r"^the checkpoint '.*a' was written for another graph: g1, this is g2. To go on training, load it",
         graph=other,
     )
     other = SimpleNamespace(fingerprint="g1", partition_fingerprint="p2")
