@@ -104,6 +104,7 @@ def index(tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.processes
 @pytest.mark.parametrize("versions", ["constraints-oldest.txt", "constraints.txt", "/dev/null"])
 def test_the_readme_works_from_an_index(versions: str, index: str, tmp_path: Path) -> None:
