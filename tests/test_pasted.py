@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import shardpass as sp
 from shardpass.cli.launch import find_program, launcher_environment
 
 ROOT = Path(__file__).parent.parent
@@ -86,7 +87,8 @@ def modules_of(extras: set[str]) -> set[str]:
 
 def installed(text: str) -> set[str]:
     """The optional packages of a reader who has installed what the page says, or else what README.md says."""
-    said = re.findall(r"\.\[([\w,]+)\]", text) or re.findall(r"\.\[([\w,]+)\]", text_of(ROOT / "README.md"))
+    line = r"pip install '(?:\.|shardpass)\[([\w,]+)\]'"
+    said = re.findall(line, text) or re.findall(line, text_of(ROOT / "README.md"))
     return modules_of({*",".join(said).split(","), *re.findall(r"extra `(\w+)`", text)})
 
 
@@ -103,8 +105,9 @@ def test_a_page_runs_as_pasted(page: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({absent}))\n")
     (tmp_path / page.name).write_text(code, encoding="utf-8")
     (tmp_path / "empty").mkdir()
+    package = Path(sp.__file__).parents[1]  # the checkout, or where `make wheel` has installed what it built
     paths = [str(Path(sys.executable).parent), str(Path(mpirun or sys.executable).parent), os.environ["PATH"]]
-    own = {"PATH": os.pathsep.join(paths), "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "COLUMNS": "120"}
+    own = {"PATH": os.pathsep.join(paths), "PYTHONPATH": f"{tmp_path}{os.pathsep}{package}", "COLUMNS": "120"}
     done = subprocess.run(
         [sys.executable, tmp_path / page.name], cwd=tmp_path / "empty", env=launcher_environment() | own,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=850, check=False,

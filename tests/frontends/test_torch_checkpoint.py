@@ -12,6 +12,7 @@ pytest.importorskip("torch_geometric")
 from torch_geometric.nn import GCN
 
 import shardpass as sp
+from shardpass.errors import RefusedError
 
 RING = torch.stack([torch.arange(10), (torch.arange(10) + 1) % 10])
 RING_GRAPH = {"edge_index": RING, "x": torch.arange(40.0).view(10, 4) / 40, "y": torch.arange(10) % 2}
@@ -69,16 +70,20 @@ def resumed(comm, path):
 
 
 def tables(comm, path):
-    """By how much own rows differ from those saved: with the checkpoint of torch, and with ours."""
-    run, found = Run(comm, has_table=True), []
+    """By how much own rows differ from those saved with our checkpoint, and what torch's says."""
+    run = Run(comm, has_table=True)
     run.step()
     rows = run.model.table.weight.detach().clone()
     run.save(path)
     sp.save_checkpoint(f"{path}.ckpt", comm, run.model, run.optimizer, graph=run.graph)
-    for load in (run.load, lambda path: sp.load_checkpoint(f"{path}.ckpt", comm, run.model, graph=run.graph)):
-        load(path)
-        found.append((run.model.table.weight - rows).abs().max().item())
-    return found
+    run.step()
+    sp.load_checkpoint(f"{path}.ckpt", comm, run.model, graph=run.graph)
+    differs = (run.model.table.weight - rows).abs().max().item()
+    try:
+        run.load(path)
+    except RefusedError as error:
+        return differs, str(error)
+    return differs, ""
 
 
 @pytest.mark.processes
@@ -93,6 +98,16 @@ def test_the_next_steps_are_those_without_a_break(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_a_table_with_rows_of_each_rank_wants_our_checkpoint(tmp_path: Path) -> None:
-    """The page warns of it: torch takes one name for one tensor, so it keeps the rows of one rank."""
+    """torch takes one name for one tensor, so it keeps the rows of one rank."""
     found = sp.spawn(tables, 2, "processes", args=(str(tmp_path / "checkpoint"),))
-    assert max(of_torch for of_torch, _ in found) > 0.1 and [ours for _, ours in found] == [0, 0]
+    assert [differs for differs, _ in found] == [0, 0]
+    assert any("of other 'node' nodes than this rank has" in words for _, words in found)
+
+
+def test_the_rows_of_another_partition_are_refused() -> None:
+    table = sp.NodeEmbedding(sp.shard(RING_GRAPH), 4)
+    sp.NodeEmbedding(sp.shard(RING_GRAPH), 4).load_state_dict(table.state_dict())
+    other = sp.NodeEmbedding(sp.shard({"edge_index": RING, "num_nodes": 12}), 4)
+    with pytest.raises(RuntimeError, match="_extra_state"):
+        torch.nn.Embedding(10, 4).load_state_dict(table.state_dict())
+    assert other.get_extra_state() != table.get_extra_state()

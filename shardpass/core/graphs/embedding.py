@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.core.graphs.graph import ShardedGraph, one_type, require_graph
-from shardpass.core.ranks import derive_seed, require_count
+from shardpass.core.ranks import derive_seed, digest, require_count, tensor_digest
 from shardpass.core.sharding import NodeType
+from shardpass.errors import RefusedError
 
 _BLOCK = 1 << 12
 _MOST_CHANNELS = 1 << 24
@@ -29,6 +30,8 @@ class NodeEmbedding(nn.Module):
     ranks. The first values are standard normal. They only depend on the original ids and on torch's random state, which
     `shardpass.seed` makes the same on every rank, so they are the same for any number of ranks.
 
+    Its ``state_dict`` has the rows of this rank alone, and says of which nodes: it loads where the same nodes are.
+
     Args:
         graph: this rank's share.
         dim: columns of the table.
@@ -38,6 +41,8 @@ class NodeEmbedding(nn.Module):
     Raises:
         ValueError: `node_type` is unknown, or missing for a graph of several types.
     """
+
+    shardpass_own_rows = True
 
     def __init__(
         self, graph: ShardedGraph, dim: int, node_type: NodeType | None = None, dtype: torch.dtype | None = None
@@ -49,6 +54,7 @@ class NodeEmbedding(nn.Module):
         self.node_type: NodeType = kind
         self.total_nodes = graph.ownership[self.node_type].num_total
         ids = graph.node_ids_dict[self.node_type]
+        self._nodes = digest(tensor_digest(ids))
         seed = int(torch.randint(2**62, ()))
         self.weight = OwnRows(_normal_rows(ids.cpu(), dim, seed, dtype).to(graph.comm.device))
 
@@ -60,6 +66,19 @@ class NodeEmbedding(nn.Module):
                 f"`emb()` in place of `emb(ids)`; row i is that of node graph.node_ids[i]"
             )
         return self.weight
+
+    def get_extra_state(self) -> Tensor:
+        """The fingerprint of the nodes whose rows these are, ``[1]`` int64."""
+        return torch.tensor([self._nodes])
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Raise RefusedError if the rows that were loaded are those of other nodes."""
+        if state.tolist() != [self._nodes]:
+            raise RefusedError(
+                f"the rows of this NodeEmbedding that were loaded are of other {self.node_type!r} nodes than this "
+                f"rank has: a state_dict holds the rows of one rank, and so does a file of torch.save or of "
+                f"torch.distributed.checkpoint. Save by shardpass.save_checkpoint, which keeps the rows of all ranks"
+            )
 
     def extra_repr(self) -> str:
         return f"{self.weight.size(0)} of {self.total_nodes} {self.node_type!r} rows, dim={self.weight.size(1)}"

@@ -206,7 +206,7 @@ def _agreed(comm: Ranks, work: Callable[[], _T]) -> _T:
 def _trees(model: nn.Module, optimizer: Optimizer | None, extra: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
     state = model.state_dict()
     trees = {
-        "model": encode(dict(state), "model", tensors),
+        "model": encode(_of_all_ranks(state, model), "model", tensors),
         "model_metadata": encode(torch_private.state_versions(state), "model_metadata", tensors),
         "extra": encode(extra, "extra", tensors),
         "optimizer": None,
@@ -218,6 +218,12 @@ def _trees(model: nn.Module, optimizer: Optimizer | None, extra: Any, tensors: d
             "state": encode(optimizer.state_dict(), "optimizer", tensors),
         }
     return trees
+
+
+def _of_all_ranks(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """A ``state_dict`` without what a `NodeEmbedding` says of its nodes, which are others on another rank."""
+    tables = {name for name, module in model.named_modules() if getattr(module, "shardpass_own_rows", False)}
+    return {name: value for name, value in state.items() if name.rpartition(".")[0] not in tables or "weight" in name}
 
 
 def _shapes(optimizer: Optimizer) -> list[list[list[int]]]:
@@ -287,7 +293,7 @@ def _restore(
     manifest: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module, optimizer: Optimizer | None
 ) -> None:
     try:
-        state = decode(manifest["model"], tensors)
+        state = {**model.state_dict(), **decode(manifest["model"], tensors)}
         model.load_state_dict(torch_private.with_versions(state, decode(manifest["model_metadata"], tensors)))
         if optimizer is not None:
             optimizer.load_state_dict(decode(manifest["optimizer"]["state"], tensors))
