@@ -254,7 +254,7 @@ def _validate(
             f"{what} holds rows owned by ranks ({local[0]}), which belong to the nodes of one partition: pass graph= "
             f"to save_checkpoint and to load_checkpoint, so that they can be compared, and not other_graph=True"
         )
-    state = model.state_dict()
+    state = _of_all_ranks(model.state_dict(), model)
     own = {name: describe(value) if isinstance(value, Tensor) else "no tensor" for name, value in state.items()}
     saved = {}
     for name, tree in manifest["model"]["dict"]:
