@@ -164,7 +164,7 @@ def plan(
     with Steps(Console(stderr=True, highlight=False)) as steps:
         planned = sp.plan(
             built, graph, ranks or ranks_for(graph), modes, budget=budget, ranks_per_host=ranks_per_host,
-            progress=partial(steps.tell, "estimates"),
+            checkpoint=config.checkpoint_of_wrap, progress=partial(steps.tell, "estimates"),
         )  # fmt: skip
     print(as_json(planned) if json else planned)
     if plot is not None:
@@ -174,7 +174,7 @@ def plan(
 
 
 @app.command()
-@takes(InferConfig, but=("dropout",))
+@takes(InferConfig, but=("dropout", "recompute"))
 def infer(config: InferConfig, backend: BackendName = "auto", ranks: Ranks = None) -> None:
     """Write a trained model's output for every node. A run that was ended goes on where it stood."""
     run_ranks(infer_rank, config, backend, ranks)

@@ -30,6 +30,9 @@ class ModelConfig:
     batch_norm: Annotated[bool, typer.Option(help="BatchNorm between layers, over the nodes of all ranks.")] = False
     dtype: Annotated[Dtype, typer.Option(help="Of features and parameters.")] = "float32"
     edge_weight: Annotated[str, typer.Option(help="The edge field that gcn takes for weights of edges.")] = ""
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Compute norms, activations and dropout again in backward.")
+    ] = False
 
     def __post_init__(self) -> None:
         if self.model == "gat" and self.hidden % self.heads:
@@ -37,6 +40,11 @@ class ModelConfig:
                 f"--hidden {self.hidden} is not a multiple of --heads {self.heads}: the heads of a GAT layer share the "
                 f"hidden channels evenly"
             )
+
+    @property
+    def checkpoint_of_wrap(self) -> Literal["activations"] | None:
+        """The argument `checkpoint` of ``wrap`` and of ``plan``."""
+        return "activations" if self.recompute else None
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -38,7 +38,7 @@ class TrainingRun:
         in_degrees = in_degrees_for(config, self.graph)
         with sp.seed(config.seed, comm):
             model = config.build(self.task.x.size(1), self.task.num_classes, in_degrees)
-        self.model = sp.pyg.wrap(model, comm)
+        self.model = sp.pyg.wrap(model, comm, checkpoint=config.checkpoint_of_wrap)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
         self.first_epoch = 1
         self.best: Record = {"epoch": 0, "val": -1.0}
@@ -142,7 +142,10 @@ def plan_of(comm: Ranks, config: TrainConfig) -> sp.Plan:
         return sp.cross_entropy(logits, task.y, task.masks["train"], graph.comm)
 
     model = config.build(*known_sizes(config.store))
-    return sp.plan(model, config.store, comm=comm, budget=config.memory_budget, call=call, loss=loss)
+    return sp.plan(
+        model, config.store, comm=comm, budget=config.memory_budget, call=call, loss=loss,
+        checkpoint=config.checkpoint_of_wrap,
+    )  # fmt: skip
 
 
 def train_rank(comm: Ranks, config: TrainConfig) -> Record:

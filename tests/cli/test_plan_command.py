@@ -28,6 +28,14 @@ def test_a_table_and_the_same_as_json():
     assert row["best"] and sum(row["terms"].values()) <= row["peak"] < found["budget"] == 1 << 30
 
 
+def test_activations_that_are_computed_again_are_planned():
+    layers = ("--layers", "3", "--dropout", "0.5", "--batch-norm", "--mode", "sar", "--json")
+    kept, again = (
+        json.loads(passed("plan", *COUNTS, *layers, *more))["rows"][0]["peak"] for more in ((), ("--recompute",))
+    )
+    assert again < kept
+
+
 def test_a_long_plan_speaks_where_there_is_no_terminal(monkeypatch):
     monkeypatch.setattr("shardpass.cli.console.monotonic", itertools.count(0, 8).__next__)
     result = cli("plan", *COUNTS, "--ranks", "2", "--mode", "sar", "--mode", "keep")

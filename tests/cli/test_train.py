@@ -75,6 +75,8 @@ def test_a_trace_of_one_epoch_of_each_rank_shows_the_rounds(store: Path, tmp_pat
 def test_modes_agree(store: Path, tmp_path: Path) -> None:
     for mode in ("sar", "keep", "halo"):
         run(store, tmp_path / mode, "--epochs", 2, "--ranks", 2, "--mode", mode, "--model", "gat", "--eval-every", 2)
+    run(store, tmp_path / "again", "--epochs", 2, "--ranks", 2, "--recompute", "--model", "gat", "--eval-every", 2)
+    assert losses(tmp_path / "again") == pytest.approx(losses(tmp_path / "sar"), rel=1e-9)
     assert losses(tmp_path / "keep") == pytest.approx(losses(tmp_path / "sar"), rel=1e-9)
     assert losses(tmp_path / "halo") == pytest.approx(losses(tmp_path / "sar"), rel=1e-9)
 
