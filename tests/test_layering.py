@@ -74,7 +74,7 @@ LAYERS: dict[str, Layer] = {
     "backends": Layer(("shardpass.errors", "shardpass.backends"), lazy=words("mpi4py")),
     "data": Layer(
         (*CORE, "shardpass.connection", "shardpass.data"),
-        lazy=words("kaminpar pymetis torch_geometric pyarrow duckdb pandas ogb"),
+        lazy=words("kaminpar pymetis torch_geometric pyarrow duckdb pandas ogb scipy"),
     ),
     "data/streaming": Layer((*CORE, "shardpass.data"), third_party=words("numba")),
     "frontends/pyg": Layer(

@@ -107,7 +107,11 @@ def test_a_table_with_rows_of_each_rank_wants_our_checkpoint(tmp_path: Path) -> 
 def test_the_rows_of_another_partition_are_refused() -> None:
     table = sp.NodeEmbedding(sp.shard(RING_GRAPH), 4)
     sp.NodeEmbedding(sp.shard(RING_GRAPH), 4).load_state_dict(table.state_dict())
-    other = sp.NodeEmbedding(sp.shard({"edge_index": RING, "num_nodes": 12}), 4)
+    other = {"weight": table.weight.detach() + 1}
+    sp.NodeEmbedding(sp.shard(RING_GRAPH), 4).load_state_dict(other)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        sp.NodeEmbedding(sp.shard(RING_GRAPH), 4).load_state_dict({})
     with pytest.raises(RuntimeError, match="_extra_state"):
         torch.nn.Embedding(10, 4).load_state_dict(table.state_dict())
-    assert other.get_extra_state() != table.get_extra_state()
+    of_others = sp.NodeEmbedding(sp.shard({"edge_index": RING, "num_nodes": 12}), 4)
+    assert of_others.get_extra_state() != table.get_extra_state()

@@ -56,6 +56,7 @@ class NodeEmbedding(nn.Module):
         ids = graph.node_ids_dict[self.node_type]
         self._nodes = digest(tensor_digest(ids))
         seed = int(torch.randint(2**62, ()))
+        self.register_load_state_dict_post_hook(_may_come_without_nodes)
         self.weight = OwnRows(_normal_rows(ids.cpu(), dim, seed, dtype).to(graph.comm.device))
 
     def forward(self, *ids: Any) -> Tensor:
@@ -82,6 +83,13 @@ class NodeEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.weight.size(0)} of {self.total_nodes} {self.node_type!r} rows, dim={self.weight.size(1)}"
+
+
+def _may_come_without_nodes(module: nn.Module, incompatible: Any) -> None:
+    """Rows that were put into order by hand, as ``rows[graph.node_ids]``, do not say of which nodes they are."""
+    missing = incompatible.missing_keys
+    if missing and missing[-1].endswith("_extra_state"):
+        missing.pop()  # this module's, which has no children
 
 
 def _normal_rows(ids: Tensor, dim: int, seed: int, dtype: torch.dtype | None) -> Tensor:
