@@ -53,8 +53,8 @@ print(sp.partition(tables, "bank-parts", parts=2, overwrite=True))
 # %% [markdown]
 # ## The model
 #
-# You may train it here or elsewhere. Only a `state_dict` counts. We train it on two ranks, on the accounts with a
-# label: an unknown label is -1.
+# We train it on two ranks, on the accounts with a label: an unknown label is -1. The checkpoint has the names of the
+# columns, with which those of another table are compared.
 
 
 # %%
@@ -74,11 +74,11 @@ def train(comm, epochs=40):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+    sp.save_checkpoint("model.ckpt", comm, model, graph=graph)
     return loss.item(), model.state_dict()
 
 
 loss, weights = sp.spawn(train, 2)[0]
-torch.save(weights, "model.pt")
 print(f"loss {loss:.3f}")
 
 # %% [markdown]
@@ -92,9 +92,8 @@ print(f"loss {loss:.3f}")
 def score(comm):
     torch.set_num_threads(1)
     graph = sp.load("bank-parts", comm)
-    model = make()
-    model.load_state_dict(torch.load("model.pt"))
-    sp.pyg.wrap(model, comm)
+    model = sp.pyg.wrap(make(), comm)
+    sp.load_checkpoint("model.ckpt", comm, model, graph=graph, other_graph=True)
     sp.infer(model, graph, "scores.parquet", overwrite=True)
 
 
@@ -112,7 +111,7 @@ print(scores.num_rows, "rows:", scores.slice(0, 2).to_pylist())
 assert scores["id"].to_pylist() == accounts["account"].to_pylist()
 output = torch.tensor(scores["output"].to_pylist())
 plain = make().eval()
-plain.load_state_dict(torch.load("model.pt"))
+plain.load_state_dict(weights)
 x = torch.from_numpy(np.stack([accounts["age"], accounts["balance"]], 1))
 with torch.no_grad():
     gap = float((plain(x, torch.from_numpy(np.stack([src, dst]))) - output).abs().max())
