@@ -43,8 +43,7 @@ print(num, "accounts, such as", accounts.slice(5, 1).to_pylist()[0])
 # ## From tables to parts
 #
 # `stream_tables` joins the tables in bounded memory, on disk where that is needed. It numbers the accounts as the
-# rows of their table, and keeps the ids in the store. The columns that are left over are features. Do this once for
-# each new graph.
+# rows of their table, and keeps the ids in the store. The columns that are left over are features.
 
 # %%
 tables = sp.data.stream_tables("transfers.parquet", "accounts.parquet", node_id="account", label="fraud")
@@ -135,8 +134,7 @@ title = "Scores of accounts without a label: mules have higher ones than ordinar
 fig.savefig("inference_own_ids.svg", metadata={"Title": title, "Date": None})
 
 # %% [markdown]
-# [Inference](../inference.md) and [Your own node ids](../names.md) tell the rest: what counts as a change when a run
-# goes on, several types, and the same from the command line.
+# [Inference](../inference.md) and [Your own node ids](../names.md) tell the rest.
 #
 # ## Largest size tested
 #
