@@ -43,8 +43,7 @@ print(num, "accounts, such as", accounts.slice(5, 1).to_pylist()[0])
 # ## From tables to parts
 #
 # `stream_tables` joins the tables in bounded memory, on disk where that is needed. It numbers the accounts as the
-# rows of their table, and keeps the ids in the store. The columns that are left over are features. Do this once for
-# each new graph.
+# rows of their table, and keeps the ids in the store. The columns that are left over are features.
 
 # %%
 tables = sp.data.stream_tables("transfers.parquet", "accounts.parquet", node_id="account", label="fraud")
@@ -53,8 +52,8 @@ print(sp.partition(tables, "bank-parts", parts=2, overwrite=True))
 # %% [markdown]
 # ## The model
 #
-# You may train it here or elsewhere. Only a `state_dict` counts. We train it on two ranks, on the accounts with a
-# label: an unknown label is -1.
+# We train it on two ranks, on the accounts with a label: an unknown label is -1. The checkpoint has the names of the
+# columns, with which those of another table are compared.
 
 
 # %%
@@ -74,11 +73,11 @@ def train(comm, epochs=40):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+    sp.save_checkpoint("model.ckpt", comm, model, graph=graph)
     return loss.item(), model.state_dict()
 
 
 loss, weights = sp.spawn(train, 2)[0]
-torch.save(weights, "model.pt")
 print(f"loss {loss:.3f}")
 
 # %% [markdown]
@@ -92,9 +91,8 @@ print(f"loss {loss:.3f}")
 def score(comm):
     torch.set_num_threads(1)
     graph = sp.load("bank-parts", comm)
-    model = make()
-    model.load_state_dict(torch.load("model.pt"))
-    sp.pyg.wrap(model, comm)
+    model = sp.pyg.wrap(make(), comm)
+    sp.load_checkpoint("model.ckpt", comm, model, graph=graph, other_graph=True)
     sp.infer(model, graph, "scores.parquet", overwrite=True)
 
 
@@ -112,7 +110,7 @@ print(scores.num_rows, "rows:", scores.slice(0, 2).to_pylist())
 assert scores["id"].to_pylist() == accounts["account"].to_pylist()
 output = torch.tensor(scores["output"].to_pylist())
 plain = make().eval()
-plain.load_state_dict(torch.load("model.pt"))
+plain.load_state_dict(weights)
 x = torch.from_numpy(np.stack([accounts["age"], accounts["balance"]], 1))
 with torch.no_grad():
     gap = float((plain(x, torch.from_numpy(np.stack([src, dst]))) - output).abs().max())
@@ -136,8 +134,7 @@ title = "Scores of accounts without a label: mules have higher ones than ordinar
 fig.savefig("inference_own_ids.svg", metadata={"Title": title, "Date": None})
 
 # %% [markdown]
-# [Inference](../inference.md) and [Your own node ids](../names.md) tell the rest: what counts as a change when a run
-# goes on, several types, and the same from the command line.
+# [Inference](../inference.md) and [Your own node ids](../names.md) tell the rest.
 #
 # ## Largest size tested
 #

@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
+from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 import typer
 from rich.console import Console
-from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 
 import shardpass as sp
 from shardpass.cli.console import Steps
 from shardpass.cli.models import MODELS, ModelConfig, in_degrees_for
 from shardpass.cli.options import StoreFolder, Threads
-from shardpass.cli.task import edge_weight_of, features_of, model_inputs, num_classes_of, unused_edge_fields
-from shardpass.core.ranks import Mode, Ranks, refuse_irregular
+from shardpass.cli.task import edge_weight_of, features_of, model_inputs, unused_edge_fields
+from shardpass.cli.weights import Weights, read_weights
+from shardpass.core.ranks import Mode, Ranks
+
+_MOST_NAMES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +30,7 @@ class InferConfig(ModelConfig):
     """What `shardpass infer` was asked to do, as plain data. Every rank must have the same."""
 
     model: Annotated[str, typer.Option(help="As in `train`, or FILE.py:FUNCTION that makes it of the graph.")] = "sage"  # type: ignore[assignment]
+    edge_weight: Annotated[str, typer.Option(help="The edge field that gcn or FILE.py takes for weights.")] = ""
     store: StoreFolder
     output: Annotated[str, typer.Argument(help="A row per node in the original order: .npy; .parquet with ids.")]
     weights: Annotated[Path, typer.Option(exists=True, help="Of `train`, or a state_dict: .pt, .safetensors.")]
@@ -43,8 +47,11 @@ class InferConfig(ModelConfig):
         super().__post_init__()
         if self.model not in MODELS and ".py:" not in self.model:
             raise ValueError(f"--model is one of {', '.join(MODELS)}, or FILE.py:FUNCTION, got {self.model!r}")
-        if self.edge_weight and self.model not in MODELS:
-            raise ValueError("--edge-weight is for the models of the command: FILE.py:FUNCTION is given the graph")
+        if self.edge_weight and self.frontend == "dgl":
+            raise ValueError(
+                "--edge-weight is for PyG, of which a model is called as model(x, graph, weights): for DGL, call "
+                "shardpass.infer in a script"
+            )
 
 
 def infer_rank(comm: Ranks, config: InferConfig) -> list[str]:
@@ -58,17 +65,19 @@ def infer_rank(comm: Ranks, config: InferConfig) -> list[str]:
         )
     x = features_of(graph, config.torch_dtype)
     is_pyg = config.frontend == "pyg"
-    model = (sp.pyg if is_pyg else sp.dgl).wrap(_build(config, graph, x.size(1)).to(config.torch_dtype), comm)
-    _load_weights(config, comm, model, graph)
+    weight = edge_weight_of(graph, config.edge_weight, config.torch_dtype)
+    state = read_weights(config.weights)
+    built = _build(config, graph, x.size(1), state).to(config.torch_dtype)
+    model = (sp.pyg if is_pyg else sp.dgl).wrap(built, comm)
+    _load_weights(config, comm, model, graph, state)
     console = Console(stderr=True, quiet=comm.rank > 0)
-    if config.model in MODELS and (note := unused_edge_fields(graph, config.edge_weight)):
-        console.print(note)
+    for note in _notes(config, graph, state):
+        console.print(note, markup=False)
     with Steps(console) as steps:
 
         def told(layer: str) -> None:
             steps.tell(f"inference: {layer}")
 
-        weight = edge_weight_of(graph, config.edge_weight, config.torch_dtype)
         args = model_inputs(x, graph, weight) if is_pyg else (graph, x)
         files = sp.infer(
             model, graph, config.output, *args, overwrite=config.overwrite, tag=config.tag, progress=told,
@@ -78,13 +87,50 @@ def infer_rank(comm: Ranks, config: InferConfig) -> list[str]:
     return [str(file) for file in files]
 
 
-def _build(config: InferConfig, graph: sp.ShardedGraph, num_features: int) -> nn.Module:
+def _build(config: InferConfig, graph: sp.ShardedGraph, num_features: int, state: Weights) -> nn.Module:
     if config.model in MODELS:
-        return config.build(num_features, num_classes_of(graph), in_degrees_for(config, graph))
+        return config.build(num_features, _num_outputs(config, num_features, state), in_degrees_for(config, graph))
     model = _function(config.model)(graph)
     if not isinstance(model, nn.Module):
         raise ValueError(f"--model {config.model} returned a {type(model).__name__}, expected a torch.nn.Module")
+    if config.edge_weight and not _takes_edge_weight(model):
+        raise ValueError(
+            f"--edge-weight {config.edge_weight}: the model is called as model(x, graph, weights), but "
+            f"{type(model).__name__} takes no weights: write forward(self, x, edge_index, edge_weight)"
+        )
     return model
+
+
+def _takes_edge_weight(model: nn.Module) -> bool:
+    try:
+        signature(model.forward).bind("x", "edge_index", "edge_weight")
+    except TypeError:
+        return False
+    return bool(getattr(model, "supports_edge_weight", True))  # of PyG's models, which ignore weights if it is False
+
+
+def _num_outputs(config: InferConfig, num_features: int, state: Weights) -> int:
+    """The output channels of the model with these weights, which a graph without labels does not know."""
+    two, three = (config.build(num_features, count).state_dict() for count in (2, 3))
+    for name, tensor in two.items():
+        shape = state.shapes.get(name, ())
+        for place, sizes in enumerate(zip(tensor.shape, three[name].shape)):
+            if sizes == (2, 3) and len(shape) == tensor.dim():
+                return shape[place]
+    return 1  # the weights are of another model, which is refused when they are loaded
+
+
+def _notes(config: InferConfig, graph: sp.ShardedGraph, state: Weights) -> list[str]:
+    """Lines about what nothing has compared or read."""
+    notes = [unused_edge_fields(graph, config.edge_weight)] if config.model in MODELS else []
+    columns = [name for fields in graph.column_names.values() for name in fields.get("x", fields.get("feat", ()))]
+    if columns and not state.is_checkpoint:
+        listed = ", ".join(columns[:_MOST_NAMES]) + (", ..." if len(columns) > _MOST_NAMES else "")
+        notes.append(
+            f"not compared: {config.weights} names no columns, and those of the store are {listed}. They must be those "
+            f"of training, in their order; a checkpoint of shardpass train or save_checkpoint has their names"
+        )
+    return [note for note in notes if note]
 
 
 def _function(name: str) -> Callable[[sp.ShardedGraph], nn.Module]:
@@ -103,7 +149,7 @@ def _function(name: str) -> Callable[[sp.ShardedGraph], nn.Module]:
 
 def _require_same_weights(path: Path, config: InferConfig, extra: Any) -> None:
     """Refuse other weights of edges than the parameters were trained with, which they fit all the same."""
-    options = extra.get("options", {}) if isinstance(extra, dict) and config.model in MODELS else {}
+    options = extra.get("options", {}) if isinstance(extra, dict) else {}
     trained = options.get("edge_weight", config.edge_weight) if isinstance(options, dict) else config.edge_weight
     if trained != config.edge_weight:
         raise ValueError(
@@ -111,42 +157,20 @@ def _require_same_weights(path: Path, config: InferConfig, extra: Any) -> None:
         )
 
 
-def _load_weights(config: InferConfig, comm: Ranks, model: nn.Module, graph: sp.ShardedGraph) -> None:
+def _load_weights(config: InferConfig, comm: Ranks, model: nn.Module, graph: sp.ShardedGraph, state: Weights) -> None:
     """Load a checkpoint of `shardpass train`, or a state_dict. Collective."""
     path = config.weights
-    try:
-        state = _read_state(path)
-    except Exception as error:  # libraries raise errors of many kinds here
-        words = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"--weights {path} cannot be read: {words}. Expected a checkpoint of shardpass train, or a state_dict as "
-            f".safetensors, or as .pt by torch.save(model.state_dict(), path)"
-        ) from error
-    if state is None:
+    if state.is_checkpoint:
         has_rows = any(isinstance(module, sp.NodeEmbedding) for module in model.modules())
         # parameters alone fit another partition, too, and another graph
         found = sp.load_checkpoint(path, comm, model, graph=graph, other_graph=not has_rows)
         _require_same_weights(path, config, found["extra"])
         return
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        held = f"a dict with {', '.join(map(str, state))}" if isinstance(state, dict) else f"a {type(state).__name__}"
-        raise ValueError(f"--weights {path} holds {held}; expected a state_dict, tensors by the names of the model")
     try:
-        model.load_state_dict(state)
+        model.load_state_dict(state.tensors)
     except (RuntimeError, TypeError, AttributeError) as error:
         words = " ".join(str(error).split())
         raise ValueError(
             f"--weights {path} does not fit the model: {words}. Give "
             f"--model, --layers, --hidden, --heads and --batch-norm as they were in training"
         ) from error
-
-
-def _read_state(path: Path) -> object:
-    """What the file holds, which should be a state_dict; `None` for a checkpoint of `shardpass train`."""
-    refuse_irregular(path)
-    if path.suffix in (".pt", ".pth", ".bin"):
-        return torch.load(path, map_location="cpu", weights_only=True)
-    with safe_open(path, "pt") as file:
-        if "shardpass" in (file.metadata() or {}):
-            return None
-        return {name: file.get_tensor(name) for name in list(file.keys())}

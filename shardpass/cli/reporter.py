@@ -19,8 +19,8 @@ from shardpass.core.ranks import bytes_text
 class Reporter:
     """A progress bar on a terminal and about ten lines elsewhere; every epoch and the summary go to the logs."""
 
-    def __init__(self, config: TrainConfig, graph: ShardedGraph, first_epoch: int, note: str) -> None:
-        """Say what is about to run, and `note`. Other ranks than the first show and write nothing."""
+    def __init__(self, config: TrainConfig, graph: ShardedGraph, first_epoch: int, notes: list[str]) -> None:
+        """Say what is about to run, and `notes`. Other ranks than the first show and write nothing."""
         self.config, self.first_epoch = config, first_epoch
         is_first = graph.comm.rank == 0
         self.logs = logs_of(config) if is_first else []
@@ -31,7 +31,7 @@ class Reporter:
             f"{config.model} ({config.layers} layers, hidden {config.hidden}) on {graph.total_nodes:,} nodes and "
             f"{graph.total_edges:,} edges, {ranks} ({type(graph.comm).__name__}), mode {graph.options.mode}"
         )
-        for line in filter(None, (unused_edge_fields(graph, config.edge_weight), note, first_compilation())):
+        for line in filter(None, (unused_edge_fields(graph, config.edge_weight), *notes, first_compilation())):
             self.console.print(line)
         self.steps = Steps(self.console)
         self.steps.start()

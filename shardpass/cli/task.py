@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.core.graphs import ShardedGraph
-from shardpass.core.ranks import describe
+from shardpass.core.ranks import Ranks, describe
 
 SPLITS = ("train", "val", "test")
 FEATURES = ("x", "feat")
@@ -34,6 +34,17 @@ class Task:
         """The output of `model` for own nodes. Collective."""
         found: Tensor = model(*model_inputs(self.x, graph, self.edge_weight))
         return found
+
+    def note(self, comm: Ranks) -> str:
+        """A line with the number of classes, and of those that no node has. Collective."""
+        counts = comm.all_reduce(torch.bincount(self.y[self.y >= 0], minlength=self.num_classes), "sum", "classes")
+        empty = torch.nonzero(counts == 0)
+        if not len(empty):
+            return f"{self.num_classes:,} classes"
+        return (
+            f"{self.num_classes:,} classes, of which {len(empty):,} have no node, such as {int(empty[0])}: the model "
+            f"has an output for each, since class ids count from 0"
+        )
 
 
 def model_inputs(x: Tensor, graph: ShardedGraph, edge_weight: Tensor | None) -> tuple[Any, ...]:
@@ -111,7 +122,7 @@ def read_task(graph: ShardedGraph, dtype: torch.dtype, mask_prefix: str, split: 
         if tuple(y.shape[1:]) == (1,):
             hint = "partition with y.squeeze(1)"
         elif y.is_floating_point() and y.dim() == 1:
-            hint = f"if it holds class ids, partition with y.long(); else {hint}"
+            hint = f"if they are class ids, write them as integers (2, not 2.0) and nothing or -1 for none; else {hint}"
         raise ValueError(
             f"shardpass train needs one class id per node, an integer, but labels are {describe(y)} on this rank: "
             f"{hint}"
@@ -119,7 +130,11 @@ def read_task(graph: ShardedGraph, dtype: torch.dtype, mask_prefix: str, split: 
     fields = {name: f"{mask_prefix}{name}_mask" for name in SPLITS}
     if fields["train"] not in graph.node:
         others = sorted(field.removesuffix("train_mask") for field in graph.node if field.endswith("train_mask"))
-        hint = f"use --mask-prefix {others[0] or repr('')}" if others else "partition with masks"
+        hint = (
+            "partition with masks: --train-mask of an edge list, or in the table of --nodes a column split (train, "
+            "val, test or nothing) or train_mask"
+        )
+        hint = f"use --mask-prefix {others[0] or repr('')}" if others else hint
         raise ValueError(f"the store has no node field {fields['train']!r} ({_known(graph)}): {hint}")
     masks = {name: _column(graph.node[field], field, split) for name, field in fields.items() if field in graph.node}
     masks = {name: mask & (y >= 0) for name, mask in masks.items()}

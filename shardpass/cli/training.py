@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -84,10 +85,22 @@ class TrainingRun:
         self.model.train()
         logits = self.task.output(self.model, self.graph)
         loss = sp.cross_entropy(logits, self.task.y, self.task.masks["train"], self.comm)
+        self._require_finite(loss)
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
         return float(loss.detach())
+
+    def _require_finite(self, loss: Tensor) -> None:
+        """Refuse to go on with a loss that no later epoch can mend. All ranks have the same loss. Collective then."""
+        if math.isfinite(value := float(loss.detach())):
+            return
+        inputs = {"x": self.task.x, "the weights of edges": self.task.edge_weight}
+        counts = torch.stack([(~torch.isfinite(tensor)).sum() for tensor in inputs.values() if tensor is not None])
+        wrong = zip(inputs, self.comm.all_reduce(counts, "sum", "values that are not finite").tolist())
+        found = " and ".join(f"{count} values of {name}" for name, count in wrong if count)
+        hint = f"{found} are NaN or infinite: partition with numbers in their place" if found else "try a lower --lr"
+        raise ValueError(f"the loss is {value}, and training has ended, since it would stay so: {hint}")
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
@@ -154,9 +167,9 @@ def train_rank(comm: Ranks, config: TrainConfig) -> Record:
     problems = (OSError, ValueError, MissingDependencyError)
     fail_together(comm, "train: files to write", lambda: prepare_files(comm, config), *problems)
     run = TrainingRun(comm, config)
-    note = run.resume() if config.resume else ""
+    notes = [run.task.note(comm), run.resume() if config.resume else ""]
     meter, start = PeakMeter(), perf_counter()
-    with closing(Reporter(config, run.graph, run.first_epoch, note)) as reporter:
+    with closing(Reporter(config, run.graph, run.first_epoch, notes)) as reporter:
         last = run.train(reporter)
         summary = summarise(run, last, meter, perf_counter() - start)
         reporter.finish(summary)

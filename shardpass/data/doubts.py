@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,25 +20,36 @@ class Doubts:
         self._sentences: list[str] = []
         self._counts: dict[tuple[str, str], tuple[int, str]] = {}
 
-    def watch(self, rows: Iterator[Tensor], ids: Tensor | FileRows, name: str, of: str) -> Iterator[Tensor]:
-        """`rows` as they come, the values of field `name` for the nodes or edges `ids` of type `of`."""
+    def watch(
+        self, rows: Iterator[Tensor], ids: Tensor | FileRows, name: str, of: str, columns: Sequence[str] = ()
+    ) -> Iterator[Tensor]:
+        """`rows` as they come, the values of field `name` for the nodes or edges `ids` of type `of`.
+
+        Args:
+            columns: the names of the columns of the field, if it has some.
+        """
         start = 0
         for block in rows:
             if block.is_floating_point() or block.is_complex():
-                self._count(~torch.isfinite(block), "NaN or infinite", start, ids, name, of)
+                self._count(~torch.isfinite(block), "NaN or infinite", start, ids, name, of, columns)
             elif name == "y" and block.dtype != torch.bool:
                 odd = (block.long() < -1) & (block.long() != -100)
                 self._count(odd, "below 0, but neither -1 nor -100, which stand for no label", start, ids, name, of)
             start += len(block)
             yield block
 
-    def _count(self, wrong: Tensor, what: str, start: int, ids: Tensor | FileRows, name: str, of: str) -> None:
+    def _count(
+        self, wrong: Tensor, what: str, start: int, ids: Tensor | FileRows, name: str, of: str,
+        columns: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         count = int(wrong.sum())
         if count:
             before, first = self._counts.get((of, name), (0, ""))
             if not before:
                 row = start + int(wrong.reshape(len(wrong), -1).any(1).nonzero()[0])
                 first = f"{what}; the first that was found is in row {int(in_memory(ids[row : row + 1]))}"
+                if columns:
+                    first += f", column {columns[int(wrong[row - start].nonzero()[0])]!r}"
             self._counts[of, name] = before + count, first
 
     def note_empty_parts(self, sizes: list[int]) -> None:

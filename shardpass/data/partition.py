@@ -268,7 +268,9 @@ def _node_tensors(graph: RawGraph, layout: Layout, part: int, doubts: Doubts) ->
         ids = layout.own_ids(kind, part)
         tensors[keys.node_ids_key(kind)] = _blocks(ids)
         for name, field in graph.node_fields[kind].items():
-            tensors[keys.node_field_key(kind, name)] = _rows(field, ids, doubts, name, f"nodes of type {kind!r}")
+            columns = graph.columns.get(kind, {}).get(name, ())
+            rows = doubts.watch(row_blocks(field, ids), ids, name, f"nodes of type {kind!r}", columns)
+            tensors[keys.node_field_key(kind, name)] = _rows(field, len(ids), rows)
     return tensors
 
 
@@ -277,7 +279,8 @@ def _edge_tensors(graph: RawGraph, by_part: EdgesByPart, part: int, doubts: Doub
     kind, edges = by_part.edge_type, by_part.of_part(part)
     tensors = {keys.edge_array_key(kind, name): _blocks(getattr(edges, name)) for name in keys.EDGE_ARRAYS}
     for name, field in graph.edge_fields[kind].items():
-        tensors[keys.edge_field_key(kind, name)] = _rows(field, edges.edge_ids, doubts, name, f"edges of type {kind}")
+        rows = doubts.watch(row_blocks(field, edges.edge_ids), edges.edge_ids, name, f"edges of type {kind}")
+        tensors[keys.edge_field_key(kind, name)] = _rows(field, len(edges.edge_ids), rows)
     return tensors
 
 
@@ -300,11 +303,10 @@ def _blocks(array: torch.Tensor | FileRows) -> Blocks:
     return Blocks(array.dtype, tuple(array.shape), (block for _, block in blocks(array, _BLOCK_ROWS)))
 
 
-def _rows(field: Field, ids: torch.Tensor | FileRows, doubts: Doubts, name: str, of: str) -> Blocks:
-    rows = doubts.watch(row_blocks(field, ids), ids, name, of)
+def _rows(field: Field, count: int, rows: Iterator[torch.Tensor]) -> Blocks:
     if field.dtype.is_complex:
         rows = (torch.view_as_real(block.resolve_conj()) for block in rows)
-    stored = FieldInfo(field.dtype, tuple(field.shape[1:])).rows(len(ids))
+    stored = FieldInfo(field.dtype, tuple(field.shape[1:])).rows(count)
     return Blocks(stored.dtype, stored.shape, rows)
 
 

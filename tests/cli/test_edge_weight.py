@@ -13,6 +13,20 @@ from shardpass.cli.graphs import powerlaw
 from shardpass.data import partition
 
 gnn = pytest.importorskip("torch_geometric.nn")
+MINE = """
+from torch_geometric.nn import GCN, GraphSAGE, SAGEConv
+
+def make(graph):
+    return GCN(5, 8, 2, 3)
+
+def unweighted(graph):
+    return GraphSAGE(5, 8, 2, 3)
+
+def of_two(graph):
+    conv = SAGEConv(5, 3)
+    conv.forward = lambda x, edge_index: x
+    return conv
+"""
 OPTIONS = ("--model", "gcn", "--hidden", 8, "--dtype", "float64")
 
 
@@ -41,6 +55,13 @@ def test_training_and_inference_take_the_weights_as_plain_pyg(
     passed("infer", weighted, out, "--weights", checkpoint, *OPTIONS, "--edge-weight", "edge_weight", "--ranks", 2)
     told = refused("infer", weighted, tmp_path / "plain.npy", "--weights", checkpoint, *OPTIONS)
     assert "was trained with --edge-weight 'edge_weight', not ''" in told
+    file, again = tmp_path / "mine.py", tmp_path / "again.npy"
+    file.write_text(MINE)
+    own = ("--weights", checkpoint, "--dtype", "float64", "--model", f"{file}:make")
+    told = refused("infer", weighted, again, *own)
+    assert "was trained with --edge-weight 'edge_weight', not ''" in told
+    passed("infer", weighted, again, *own, "--edge-weight", "edge_weight", "--ranks", 2)
+    np.testing.assert_array_equal(np.load(again), np.load(out))
 
     with sp.seed(0, sp.connect("local")):
         model = gnn.GCN(5, 8, 2, 3).double()
@@ -79,6 +100,10 @@ def test_refusals(weighted: Path, tmp_path: Path) -> None:
     assert "sage takes no weights of edges; gcn does" in refused("train", weighted, "--edge-weight", "edge_weight")
     weights = tmp_path / "w.pt"
     torch.save({}, weights)
-    told = refused("infer", weighted, tmp_path / "o.npy", "--model", "m.py:make", "--edge-weight", "edge_weight",
-                   "--weights", weights)  # fmt: skip
-    assert "FILE.py:FUNCTION is given the graph" in told
+    file = tmp_path / "mine.py"
+    file.write_text(MINE)
+    options = ("infer", weighted, tmp_path / "o.npy", "--weights", weights, "--edge-weight", "edge_weight")
+    assert "call shardpass.infer in a script" in refused(*options, "--model", f"{file}:make", "--frontend", "dgl")
+    for function, kind in (("unweighted", "GraphSAGE"), ("of_two", "SAGEConv")):
+        told = refused(*options, "--model", f"{file}:{function}")
+        assert f"called as model(x, graph, weights), but {kind} takes no weights" in told

@@ -50,6 +50,23 @@ def test_from_a_checkpoint(store: Path, tmp_path: Path) -> None:
     np.testing.assert_allclose(np.load(again), np.load(out), atol=1e-10)
 
 
+LATER = [pytest.param(model, marks=pytest.mark.long) for model in ("gcn", "gat", "gin", "edgecnn")]
+
+
+@pytest.mark.parametrize("model", ["sage", "pna", *LATER])
+def test_a_graph_without_labels_is_given_as_many_outputs_as_the_checkpoint_has(model: str, tmp_path: Path) -> None:
+    arrays = powerlaw(60, 4, channels=3, classes=4)
+    partition(arrays, tmp_path / "labelled", 2, "random")
+    partition({name: arrays[name] for name in ("edge_index", "x")}, tmp_path / "new", 2, "random")
+    options = ("--weights", tmp_path / "c", "--model", model, "--hidden", 8, "--batch-norm")
+    passed("train", tmp_path / "labelled", *options[2:], "--epochs", 1, "--checkpoint", tmp_path / "c")
+    for store in ("labelled", "new"):
+        passed("infer", tmp_path / store, tmp_path / f"{store}.npy", *options)
+    np.testing.assert_array_equal(np.load(tmp_path / "new.npy"), np.load(tmp_path / "labelled.npy"))
+    told = refused("infer", tmp_path / "new", tmp_path / "other.npy", *options, "--layers", 3)
+    assert "does not fit the model: 'convs." in told and "--layers, --hidden" in told
+
+
 def test_a_model_of_ones_own(store: Path, tmp_path: Path) -> None:
     file, weights = tmp_path / "mine.py", tmp_path / "mine.pt"
     file.write_text(MODEL)

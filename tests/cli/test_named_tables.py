@@ -79,7 +79,12 @@ def test_columns_of_training_are_those_of_inference(tables: Path) -> None:
     for weights in (tables / "c", tables / "best"):
         told = refused("infer", tables / "turned", tables / "out.npy", "--weights", weights)
         assert "c0, c1, c2, c3 (4); those of this graph are c3, c1, c2, c0 (4)" in told
-    passed("infer", tables / "trained", tables / "out.npy", "--weights", tables / "c")
+    told = refused("train", tables / "turned", "--epochs", 2, "--checkpoint", tables / "c", "--resume")
+    assert "those of this graph are c3, c1, c2, c0 (4)" in told
+    assert "not compared" not in passed("infer", tables / "trained", tables / "out.npy", "--weights", tables / "c")
+    torch.save(GraphSAGE(4, 64, 2, 3).state_dict(), tables / "plain.pt")
+    told = passed("infer", tables / "turned", tables / "o.npy", "--weights", tables / "plain.pt", "--ranks", 2)
+    assert told.count("not compared:") == 1 and "those of the store are c3, c1, c2, c0" in " ".join(told.split())
     told = refused("partition", *nodes("other", [0, 1], target=np.arange(60) % 3))
     assert "'target' looks like a label, and would become a feature" in told
     assert "c0, c1, target" in passed(

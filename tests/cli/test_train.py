@@ -198,17 +198,36 @@ def test_a_picture_of_a_kind_that_nobody_draws(tmp_path: Path) -> None:
     assert "--plot" in told and "a picture ends in ." in told and ".png" in told
 
 
+def test_a_loss_that_is_not_finite_ends_training_on_all_ranks(store: Path, tmp_path: Path) -> None:
+    arrays = powerlaw(120, 6, channels=3)
+    arrays["x"][5, 1:] = np.nan, np.inf
+    partition(arrays, tmp_path / "nan", 2, "random")
+    for ranks in (1, 2):
+        told = refused("train", tmp_path / "nan", "--ranks", ranks, "--checkpoint", tmp_path / "c")
+        assert "the loss is nan, and training has ended" in told and ": 2 values of x are NaN or infinite" in told
+    assert not (tmp_path / "c").exists()
+    assert "try a lower --lr" in refused("train", store, "--lr", 1e30, "--ranks", 2)
+
+
+def test_classes_without_nodes_are_told(store: Path, tmp_path: Path) -> None:
+    assert "\n4 classes\n" in passed("train", store, "--epochs", 1)
+    arrays = powerlaw(120, 6, channels=3, classes=3)
+    partition(arrays | {"y": 10 + 10 * arrays["y"]}, tmp_path / "tens", 2, "random")
+    told = " ".join(passed("train", tmp_path / "tens", "--epochs", 1, "--ranks", 2).split())
+    assert "31 classes, of which 28 have no node, such as 0: the model has an output for each" in told
+
+
 def test_missing_fields_are_named(tmp_path: Path) -> None:
     arrays = powerlaw(120, 6, channels=3)
     masks = {name: arrays.pop(name) for name in list(arrays) if name.endswith("_mask")}
     cases = {
         "x": ({k: v for k, v in arrays.items() if k != "x"} | masks, "has no node features: no node field 'x'"),
         "y": ({k: v for k, v in arrays.items() if k != "y"} | masks, "has no labels: no node field 'y'"),
-        "mask": (arrays, "has no node field 'train_mask' (node fields: x, y): partition with masks"),
+        "mask": (arrays, "has no node field 'train_mask' (node fields: x, y): partition with masks: --train-mask"),
         "made": (arrays | {f"made_{k}": v for k, v in masks.items()}, "use --mask-prefix made_"),
         "float": (
             arrays | masks | {"y": np.ones(120, np.float32)},
-            "if it holds class ids, partition with y.long(); else",
+            "if they are class ids, write them as integers (2, not 2.0) and nothing or -1 for none; else",
         ),
         "column": (arrays | masks | {"y": arrays["y"][:, None]}, "on this rank: partition with y.squeeze(1)"),
         "two": (

@@ -15,6 +15,16 @@ PARTS = torch.tensor([0, 0, 1, 1, 1, 1])  # node 4 is not the first of its part
 NOT_FINITE = "are NaN or infinite; the first that was found is in row"
 DOUBTFUL = {
     "features": ({"x": X}, 2, f"2 values of field 'x' of nodes of type 'node' {NOT_FINITE} 1$"),
+    "columns": (
+        sp.data.RawGraph(
+            {"node": 6},
+            {("node", "to", "node"): sp.data.EdgeArrays(*RING)},
+            {"node": {"x": X}},
+            columns={"node": {"x": ["age", "posts"]}},
+        ),
+        2,
+        f"2 values of field 'x' .* {NOT_FINITE} 1, column 'age'$",
+    ),
     "edges": (
         {"edge_attr": X[:, 1], "num_nodes": 6},
         2,
@@ -29,7 +39,8 @@ DOUBTFUL = {
 def test_doubts_are_told(tmp_path, what):
     fields, parts, sentence = DOUBTFUL[what]
     with pytest.warns(UserWarning, match=sentence) as found:
-        sp.partition({"edge_index": RING, **fields}, tmp_path / "store", parts, assignment=PARTS)
+        graph = {"edge_index": RING, **fields} if isinstance(fields, dict) else fields
+        sp.partition(graph, tmp_path / "store", parts, assignment=PARTS)
     assert len(found) == 1 and found[0].filename == __file__
 
 

@@ -122,8 +122,8 @@ def load_checkpoint(
     manifest = comm.all_gather_object(manifest, "checkpoint manifest")[0]
     rows = _rows(model, optimizer, comm)
     _agreed(comm, lambda: _validate(path, comm, manifest, model, optimizer, graph, rows, other_graph))
-    if graph is not None and comm.rank == 0:
-        warn_of_unknown(str(path), manifest["columns"], getattr(graph, "column_names", {}))
+    if comm.rank == 0:
+        warn_of_unknown(str(path), manifest["columns"], getattr(graph, "column_names", {}), graph is not None)
     tensors = _passed_on(manifest, read, comm, rows)
     _agreed(comm, lambda: _restore(manifest, tensors, model, optimizer))
     random = _agreed(comm, lambda: _continue_random(manifest, tensors, comm))
@@ -241,13 +241,14 @@ def _validate(
 ) -> None:  # fmt: skip
     """Raise CheckpointError if the checkpoint does not fit what it is loaded into."""
     what = f"the checkpoint {str(path)!r}"
+    refuse_other_columns(what, manifest["columns"], getattr(graph, "column_names", {}))
     for kind, found in zip(("graph", "partition"), _fingerprints(graph)):
         if not other_graph and None not in (found, manifest[kind]) and found != manifest[kind]:
             raise CheckpointError(
                 f"{what} was written for another {kind}: {manifest[kind]}, this is {found}. To go on training, load it "
-                f"with the store that it was trained on; to use its parameters here, pass other_graph=True"
+                f"with the store that it was trained on; to use its parameters here, pass other_graph=True, as "
+                f"shardpass infer does"
             )
-    refuse_other_columns(what, manifest["columns"], getattr(graph, "column_names", {}))
     local = [name for name in manifest["local"] if not name.startswith("random/")]
     if local and (other_graph or _fingerprints(graph)[1] is None or manifest["partition"] is None):
         raise CheckpointError(

@@ -28,14 +28,16 @@ def refuse_other_columns(what: str, saved: Columns, found: Columns) -> None:
             )
 
 
-def warn_of_unknown(path: str, saved: Columns, found: Columns) -> None:
-    """Warn where a model was trained on columns with names, and the graph does not say the names of its own."""
+def warn_of_unknown(path: str, saved: Columns, found: Columns, is_given: bool) -> None:
+    """Warn where a model was trained on columns with names, and the graph is not given or does not name its own."""
+    lack = "this graph does not name its own: make" if is_given else "they were not compared with those of the graph: "
+    lack += "" if is_given else "pass graph= (and perhaps other_graph=True), or make"
     for kind, fields in saved.items():
         for name, trained in fields.items():
             if name not in found.get(kind, {}):
                 warnings.warn(
-                    f"the checkpoint {path!r} was trained on the columns {_listed(trained)} of {name!r}, and this "
-                    f"graph does not name its own: make sure that they are the same, in this order",
+                    f"the checkpoint {path!r} was trained on the columns {_listed(trained)} of {name!r}, and "
+                    f"{lack} sure that they are the same, in this order",
                     stacklevel=3,
                 )
 

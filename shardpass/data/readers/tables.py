@@ -191,7 +191,11 @@ def _check_types(table: Table, columns: _NodeColumns) -> None:
         raise ValueError(_unplaced(table, columns.features, "features are one column of lists, or columns of numbers"))
     for name in columns.label:
         if not holds_numbers(name):
-            raise TypeError(f"{table.path}, column {name!r} holds {table.types[name]}; expected the numbers of classes")
+            raise TypeError(
+                f"{table.path}, column {name!r} holds {table.types[name]}; expected class ids, integers from 0: with "
+                f"pandas, table[{name!r}], names = pandas.factorize(table[{name!r}], sort=True) gives them, and -1 for "
+                f"none; or pass the column of ids by label= (--label)"
+            )
 
 
 def _is_list(found: Any) -> bool:
