@@ -116,6 +116,17 @@ def test_link_prediction(launcher: str, ranks: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [("python", 1), pytest.param("torchrun", 2, marks=[pytest.mark.processes, pytest.mark.long])],
+)
+def test_nbfnet(launcher: str, ranks: int, folder: Path) -> None:
+    """It finds the facts held out, which by chance would have a mean reciprocal rank of 0.03."""
+    found = re.search(r"loss ([0-9.]+), MRR ([0-9.]+), hits.* on (\d+) rank", run(launcher, "nbfnet", folder))
+    assert found and float(found[2]) > 0.95 and int(found[3]) == ranks
+    assert float(found[1]) == pytest.approx(0.032, abs=0.005)
+
+
+@pytest.mark.parametrize(
     ("launcher", "groups"),
     [("python", 1), pytest.param("torchrun", 2, marks=[pytest.mark.processes, pytest.mark.long])],
 )
@@ -334,7 +345,7 @@ def test_sampling(name: str, accuracy: float, launcher: str, ranks: int, folder:
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_examples_are_short_and_say_how_to_run_them(path: Path) -> None:
     text = path.read_text()
-    most = {"meshgraphnets": 130, "forces": 175}.get(path.stem, 75)  # their data and pictures are in them
-    assert len(text.splitlines()) <= most
+    most = {"meshgraphnets": 130, "forces": 175, "nbfnet": 130}  # their data and pictures are in them
+    assert len(text.splitlines()) <= most.get(path.stem, 75)
     assert f"python examples/{path.name}" in text.split('"""')[1]
     assert "argparse" not in text and os.path.basename(path) in text

@@ -4,9 +4,6 @@
 # An R-GCN learns a vector for each entity of a knowledge graph, and a DistMult decoder scores facts that are not in
 # it. This page completes a graph of people, companies and places: of which country is somebody a citizen?
 #
-# In such graphs the entities outgrow a memory first: each has a learned row, its gradient, and two rows of Adam's
-# state. A table of all entities is therefore spread over the ranks.
-#
 # ## The facts
 #
 # The graph is made up, with rules behind it. Who was born in a city is a citizen of its country, nine times in ten.
@@ -56,8 +53,6 @@ print(f"{entities:,} entities, {train.size(1):,} facts to learn from, {test.size
 #
 # `RGCNConv` and `DistMult` are those of PyG. The one change is the table: `sp.NodeEmbedding`, where one process has
 # an `nn.Embedding`. Each rank has the rows of its own entities, and the same initial values on any number of ranks.
-#
-# `pairs` are entities by their ids in the whole graph, so `z[pairs]` is a row of any rank. That line stays as it was.
 
 # %%
 RELATIONS = len(facts)
@@ -156,8 +151,8 @@ title = "The loss on one rank and on two, and how often the true country is amon
 fig.savefig("knowledge_graph.svg", metadata={"Title": title, "Date": None})
 
 # %% [markdown]
-# `RGCNConv` takes its edges by their types: `graph.edge_type` stands in the order of `graph.edge_index`. On a graph
-# with several node types, `HeteroConv` and `to_hetero` do the same job: see [Several types](../hetero.md).
+# A model without a table of entities gives [every node a state for each
+# query](../link-prediction.md#every-node-as-a-candidate). For several node types see [Several types](../hetero.md).
 #
 # ## Largest size tested
 #

@@ -1,15 +1,13 @@
 # %% [markdown]
 # # Link prediction
 #
-# A model that predicts links scores pairs of nodes: who will follow whom, what will be bought together. Some pairs
-# have ends on two ranks. This page trains PyG's usual encoder and decoder on the whole graph, with all of its links
-# in every step.
+# A model that predicts links scores pairs of nodes: who will follow whom, what will be bought together. This page
+# trains PyG's usual encoder and decoder on the whole graph, with all of its links in every step.
 #
 # ## Links, and links held out
 #
 # A product graph is made up: products have one of 40 topics and noisy features, and most links are within a topic.
-# PyG's `RandomLinkSplit` holds a tenth of the links out. It knows nothing of ranks, since it runs before the graph is
-# cut.
+# PyG's `RandomLinkSplit` holds a tenth of the links out.
 
 # %%
 import sys
@@ -62,10 +60,7 @@ class Net(torch.nn.Module):
 # ## Train on three ranks
 #
 # Each rank scores its own share of the pairs, whoever owns their ends. `sp.node_ids` says that these numbers are
-# nodes of the whole graph. `sp.negative_sampling` draws pairs that are no links. The same seed draws the same pairs
-# on any number of ranks.
-#
-# A metric is one number for all ranks: `sp.roc_auc` and `sp.average_precision` take the pairs of all of them.
+# nodes of the whole graph.
 
 # %%
 sp.partition(Data(x=train.x, edge_index=train.edge_index), "link-parts", parts=3, overwrite=True)
@@ -130,8 +125,7 @@ title = "Area under the ROC curve and average precision by epoch, and the ROC cu
 fig.savefig("link_prediction.svg", metadata={"Title": title, "Date": None})
 
 # %% [markdown]
-# [Link prediction](../link-prediction.md) has more: rows of any nodes, autoencoders, several types. For mini-batches
-# of links, see [Sampling](../sampling.md#links).
+# [Link prediction](../link-prediction.md) has more: rows of any nodes, autoencoders, several types.
 #
 # ## Largest size tested
 #

@@ -29,9 +29,8 @@ print(sp.partition(powerlaw(nodes, channels=16), "sampled-parts", parts=2, overw
 # `sp.pyg.exact` makes a copy of the model that runs on the whole graph and shares the parameters. The model itself
 # stays an ordinary one, for batches.
 #
-# The loader is called as PyG's. All ranks draw its batches together, since a neighbour may be on any of them. Every
-# rank takes the same number of batches. A last loader predicts from samples, as is often done, to see what that
-# costs.
+# The loader is called as PyG's. All ranks draw its batches together, since a neighbour may be on any of them. A
+# last loader predicts from samples, as is often done, to see what that costs.
 
 
 # %%
@@ -87,8 +86,8 @@ print(f"then 30 steps on the whole graph: {history[-1]:.3f}; then 6 more epochs 
 # %% [markdown]
 # ## What it brings
 #
-# Look at the first line. The same parameters predict far better from all neighbours than from three of each node. So
-# infer exactly, however you trained.
+# The same parameters predict far better from all neighbours than from three of each node. So infer exactly, however
+# you trained.
 #
 # The second line is the finish. Epochs on samples level off, since each step sees a few neighbours. Steps on the
 # whole graph go on from there.
@@ -108,10 +107,9 @@ title = "Test accuracy by step: samples alone level off, steps on the whole grap
 fig.savefig("sampled_training.svg", metadata={"Title": title, "Date": None})
 
 # %% [markdown]
-# [Sampling](../sampling.md) has the loaders of PyG and DGL, links, several types, and sampling by weight.
+# [Sampling](../sampling.md) has more.
 #
 # ## Largest size tested
 #
 # A graph of 100,000 nodes and 3 million edges, with 15, 10 and 5 neighbours and 1,024 seeds a step on each of 4 ranks
-# (`benchmarks/reports/sampling-2026-11-21.md` in the repository). There one rank drew 31 million edges a second, and
-# DGL's sampler 22.
+# (`benchmarks/reports/sampling-2026-11-21.md` in the repository).

@@ -240,7 +240,25 @@ class Kept(Sums):
         return scatter(inputs * x_i, edge_index[1], 0, dim_size)
 
 
-EXACT = [Mean, AgainstTheEdges, Ends, EndsOfAPair, Numbers, Own, Kept]
+class WithOwnRows(Sums):
+    """Its `aggregate` takes rows of all own nodes, as boundary conditions of paths are."""
+
+    def aggregate(self, inputs, index, dim_size, x):
+        return torch.maximum(scatter(inputs, index, 0, dim_size), x)
+
+
+class WithOwnRowsBehind(WithOwnRows):
+    """The same with the nodes in dimension 1, and the channels in front."""
+
+    def forward(self, x, edge_index):
+        self.node_dim = 1
+        return self.propagate(edge_index, x=x.t()).t()
+
+    def aggregate(self, inputs, index, dim_size, x):
+        return torch.maximum(scatter(inputs, index, 1, dim_size), x)
+
+
+EXACT = [Mean, AgainstTheEdges, Ends, EndsOfAPair, Numbers, Own, Kept, WithOwnRows, WithOwnRowsBehind]
 
 
 @pytest.mark.parametrize("ranks", ONE_OR_THREE)

@@ -248,6 +248,15 @@ THREE = {
         ),
     ),
 }  # fmt: skip
+ROWS_IN_MESSAGE = {
+    f"rows of nodes after messages, {mode}": (
+        RefusedError, r"message\(\) of Messages returns \d+ rows for \d+ edges.*added to what propagate",
+        lambda comm, graph, mode=mode: wrapped(
+            Messages(lambda own, x_i, x_j: torch.cat([x_j, own]), graph.x), comm
+        )(graph.x, share(GRAPH, comm, mode=mode)),
+    )
+    for mode in ("sar", "halo")
+}  # fmt: skip
 NORM_IN_MESSAGE = {
     "GraphNorm in a message": (
         RefusedError, "mode='halo'",
@@ -258,6 +267,9 @@ NORM_IN_MESSAGE = {
 }  # fmt: skip
 
 
-@rows_of({**ONE, **NORM_IN_MESSAGE}, {**THREE, **NORM_IN_MESSAGE})
+ALWAYS = {**NORM_IN_MESSAGE, **ROWS_IN_MESSAGE}
+
+
+@rows_of({**ONE, **ALWAYS}, {**THREE, **ALWAYS})
 def test_a_mistake_with_a_layer_is_told(row, ranks, kind):
     assert_told(row, ranks, kind)

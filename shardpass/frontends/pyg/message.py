@@ -11,8 +11,8 @@ from torch_geometric.nn.conv import MessagePassing
 
 from shardpass.core.following import user_line
 from shardpass.core.ranks import is_out_of_memory
-from shardpass.core.tracing import Inputs
-from shardpass.errors import RefusedError
+from shardpass.core.tracing import Inputs, NeedsMessagesError
+from shardpass.errors import RefusedError, ShardpassError
 from shardpass.frontends.pyg.arguments import Arguments, rows_back, rows_first
 from shardpass.frontends.pyg.dense import holding, whole_neighbourhoods
 from shardpass.frontends.pyg.frozen import Frozen
@@ -60,7 +60,14 @@ class MessageFunction:
                 f"{user_line()}: message() of {type(conv).__name__} returns a {type(messages).__name__}: return a "
                 f"tensor, or a tuple of them"
             )
-        return rows_first(messages, conv.node_dim)
+        messages, num_edges = rows_first(messages, conv.node_dim), inputs.index.numel()
+        if isinstance(messages, Tensor) and messages.dim() and messages.size(0) > num_edges:
+            raise RefusedError(
+                f"{user_line()}: message() of {type(conv).__name__} returns {messages.size(0)} rows for {num_edges} "
+                f"edges. Messages are computed in pieces, each from its edge alone: rows of nodes join them in "
+                f"aggregate() or update(), or are added to what propagate() returns"
+            )
+        return messages
 
     def _explained(self, error: Exception, inputs: Inputs) -> Exception:
         """What to raise where `message` failed on some edges: it may read a tensor of all edges that `forward` kept."""
@@ -111,7 +118,14 @@ class MessageFunction:
         messages = rows_back(messages, conv.node_dim)
         with self._frozen.as_in_forward(), whole_neighbourhoods(conv, inputs.max_degree):
             wanted = conv.inspector.collect_param_data("aggregate", given)
-            return with_hooks(conv, "aggregate", (wanted,), lambda found: conv.aggregate(messages, **found))
+            try:
+                return with_hooks(conv, "aggregate", (wanted,), lambda found: conv.aggregate(messages, **found))
+            except (RuntimeError, IndexError) as error:
+                failed = error.__cause__ if isinstance(error, RefusedError) else error  # where rows are followed
+                whole = [name for name in wanted if name in self._arguments.edge and name not in inputs.edge]
+                if not whole or failed is None or isinstance(failed, ShardpassError) or is_out_of_memory(failed):
+                    raise
+                raise NeedsMessagesError(f"aggregate() takes {whole}, which may be rows of all own nodes") from error
 
     def release(self) -> None:
         """Drop what is an input of the call: what a message function holds lives until backward."""
