@@ -302,6 +302,12 @@ def test_mistakes_are_told_in_words(comm, error, text):
         MISTAKES[error][text](comm)
 
 
+@pytest.mark.ranks(2)
+def test_total_of_several_numbers_names_what_adds_them_up(comm):
+    with pytest.raises(ValueError, match=r'one entry, found int64 .*call comm\.all_reduce\(count, "sum"\)'):
+        objective.total(torch.ones(3, dtype=torch.int64), comm)
+
+
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 @pytest.mark.parametrize("use_mask", [True, False])
 @pytest.mark.parametrize("name", ["mean", "sum"])
