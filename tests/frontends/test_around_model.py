@@ -66,6 +66,24 @@ def centre(t):
     return sp.all_reduce_sum(t.z.sum(0), t.comm) / sp.total(t.x.size(0), t.comm)
 
 
+def columns(t, rows, mask=None, of=sp.mean):
+    if t.comm is None:
+        chosen = rows if mask is None else rows[mask]
+        return chosen.mean(0) if of is sp.mean else chosen.sum(0)
+    return of(rows, mask, t.comm, dim=0)
+
+
+def covariance(t):
+    centred = t.z - columns(t, t.z)
+    return columns(t, centred[:, :, None] * centred[:, None, :])
+
+
+def class_centres(t):
+    ids = F.one_hot(t.y.remainder(4), 4).double()
+    sums = columns(t, ids[:, :, None] * t.z[:, None, :], t.m, sp.sum)
+    return sums / columns(t, ids, t.m, sp.sum).clamp(min=1)[:, None]
+
+
 def in_place(t):
     z = t.z
     z += 1
@@ -214,6 +232,15 @@ EXACT = {
     "a function that returns its rows": lambda t: t.mean(SameRows.apply(t.z).square()),
     "distances to the mean of all": lambda t: t.mean((t.z - centre(t)).square()),
     "a term of sums over all ranks": lambda t: t.loss(t.z) + gram(t, sp.replicated),
+    "the norm of the mean": lambda t: t.loss(t.z) + t.alike(columns(t, t.z).pow(2).sum()),
+    "the norm of a mean over a mask": lambda t: t.alike(columns(t, t.z, t.m).norm()),
+    "the norm of a sum over a mask": lambda t: t.alike(columns(t, t.z, t.m, sp.sum).norm()),
+    "columns apart": lambda t: t.loss(t.z) + t.alike(covariance(t).fill_diagonal_(0).square().sum()),
+    "columns that vary": lambda t: t.alike(F.relu(1 - covariance(t).diagonal().sqrt()).mean()),
+    "distances to the centres of classes": lambda t: t.mean((t.z - class_centres(t)[t.y.remainder(4)]).square()),
+    "rows beside their mean and its norm": lambda t: (
+        t.mean((t.z - columns(t, t.z)).tanh()) + t.alike(columns(t, t.z).square().sum())
+    ),
     "sums of classes": lambda t: t.mean((t.z @ class_sums(t).t()).tanh()),
     "a sum of losses": lambda t: F.cross_entropy(t.z, t.y, reduction="sum") / 50,
     "a copy": lambda t: t.mean((t.z - copy.deepcopy(t.z.detach()).sigmoid()).square()),
@@ -277,6 +304,11 @@ REFUSED = {
         t.loss(t.z) + t.model.penalised(t.x, t.graph)[1]
     ),
     "a loss that a method weighs": lambda t: t.model.weighed(t.loss(t.z)),
+    "the norm of a mean that counts for each rank": lambda t: columns(t, t.z).pow(2).sum(),
+    "such a norm beside a loss": lambda t: t.loss(t.z) + columns(t, t.z).pow(2).sum(),
+    "a mean of a loss over nodes": lambda t: t.alike(columns(t, t.loss(t.z)[None]).sum()),
+    "a sum of a mean of columns": lambda t: t.alike(columns(t, columns(t, t.z)[None], of=sp.sum).sum()),
+    "a mean of a loss": lambda t: t.mean(t.loss(t.z)[None]),
     "a mean that is replicated": lambda t: t.alike(t.mean(t.z.square())),
     "a mean over rows of another model": lambda t: t.mean((t.z - teacher(t).mean(0)).square()),
     "rows by their places of another model": lambda t: t.mean((t.z @ teacher(t)[:4].t()).square()),
@@ -377,3 +409,12 @@ def test_one_rank_has_all_rows(name):
 def test_what_takes_in_own_rows_alone_is_refused_at_its_line(comm, name, ranks):
     with pytest.raises(RefusedError, match=r"around_model\.py:\d+: "):
         gradients(Task(comm), REFUSED[name])
+
+
+@pytest.mark.ranks(3)
+def test_a_mean_of_columns_is_told_how_it_is_written(comm):
+    task = Task(comm)
+    with pytest.raises(RefusedError, match=r"`mean` .* use shardpass\.mean\(rows, None, comm, dim=0\), and shardpass"):
+        task.z.mean(0).pow(2).sum().backward()
+    with pytest.raises(RefusedError, match=r"`mean` .* use shardpass\.cross_entropy, or shardpass\.mean of a value"):
+        task.z.mean().backward()

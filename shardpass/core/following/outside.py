@@ -33,6 +33,7 @@ from shardpass.core.following.refusals import (
     raise_in_backward,
     refuse_own_graph,
     weighed_in_model,
+    whole_already,
 )
 from shardpass.core.following.row_count import OwnCount, OwnShape, leaves_of
 from shardpass.core.following.rows import Rows
@@ -49,6 +50,7 @@ from shardpass.core.ranks import (
 )
 from shardpass.errors import RefusedError
 
+_ADDS_ROWS: frozenset[Gives] = frozenset(("whole", "total", "alike"))
 _ADDS_ROWS_INTO = frozenset("index_add_ scatter_add_ scatter_reduce_ index_reduce_".split())
 _LOOKS_UP = frozenset("__getitem__ index_select gather embedding take_along_dim".split())
 _TAKES_DTYPE = frozenset(["to", "type_as"])
@@ -123,7 +125,9 @@ class Around:
             self.marks.check_result([] if gives == "replicated" and self._are_sums_of_fetched(tensors) else given)
             if gives == "replicated" and any(one in self.marks.whole for one in tensors):
                 raise counts_once(user_line())
-            if gives == "total" and any(self.functions.is_alike(leaf.plain) for leaf in of_models):
+            if gives in _ADDS_ROWS and any(one.requires_grad and one in self.marks.whole for one in tensors):
+                raise whole_already(user_line())
+            if gives in ("total", "alike") and any(self.functions.is_alike(leaf.plain) for leaf in of_models):
                 raise counts_for_each_rank(user_line())
         else:
             if (alike := next((leaf for leaf in of_models if self.functions.is_alike(leaf.plain)), None)) is not None:

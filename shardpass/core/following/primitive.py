@@ -11,7 +11,7 @@ from torch import Tensor
 from shardpass.core.following.call import Found, Made
 from shardpass.core.following.marks import Marks
 from shardpass.core.following.origin import Origin
-from shardpass.core.following.refusals import Mixture, check_plain, refusal
+from shardpass.core.following.refusals import MEAN_OF_COLUMNS, Mixture, check_plain, refusal
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import user_line
 from shardpass.core.ranks import RowSet, torch_private
@@ -54,7 +54,9 @@ class Primitive:
         for out, rows in zip(self.outs if outs is None else outs, found):
             if not isinstance(rows, Rows) or not rows.fit(out):
                 self.marks.forget(out)
-                made = Mixture(self.name, user_line(), self.first.of, rows is Made.SUM, self.marks.remedy)
+                is_of_columns = self.name == "mean" and out.dim() > 0 and self.marks.is_around
+                remedy = MEAN_OF_COLUMNS if is_of_columns else self.marks.remedy
+                made = Mixture(self.name, user_line(), self.first.of, rows is Made.SUM, remedy)
                 self.marks.mixtures.add(out, made)
                 continue
             self.marks.mark(out, rows)

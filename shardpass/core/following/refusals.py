@@ -18,8 +18,7 @@ REMEDY = (
 )
 SUMS = (
     "shardpass.all_reduce_sum adds up what all ranks have, so it takes a sum over own rows, as h.sum(0). For a mean "
-    "use a readout over graph.batch, or divide the sum over all ranks by graph.total_nodes; in a loss use "
-    "shardpass.mean"
+    "use a readout over graph.batch, or shardpass.mean(h, None, comm, dim=0); in a loss use shardpass.mean"
 )
 LOSS = (
     "A loss takes in the rows of all ranks: return the rows, and outside of the model call shardpass.cross_entropy "
@@ -27,8 +26,12 @@ LOSS = (
 )
 AROUND = (
     "Outside of a model, use shardpass.cross_entropy, or shardpass.mean of a value for each row (reduction='none'); "
-    "for what rows are compared with, shardpass.all_reduce_sum of a sum over own rows; and for metrics "
-    "shardpass.accuracy and its like"
+    "for what rows are compared with, shardpass.mean(rows, None, comm, dim=0); and for metrics shardpass.accuracy and "
+    "its like"
+)
+MEAN_OF_COLUMNS = (
+    "Outside of a model, use shardpass.mean(rows, None, comm, dim=0), and shardpass.replicated(term, comm) around a "
+    "term of the loss that is made of it alone"
 )
 BRANCH = (
     "Every rank would decide by its own rows. Check it before you partition, or outside of the model for all ranks "
@@ -143,8 +146,8 @@ def whole_beside_rows(line: UserLine, name: str) -> RefusedError:
     """Why a value of all rows cannot be used for single rows."""
     return RefusedError(
         f"{line}: `{name}` puts a loss or a mean over the rows of all ranks beside rows of this rank. Its value is "
-        f"that of all rows, but its gradient is this rank's share. For a mean that rows are compared with, divide "
-        f"shardpass.all_reduce_sum(rows.sum(0), comm) by shardpass.total(rows.size(0), comm), or detach() it"
+        f"that of all rows, but its gradient is this rank's share. For a mean that rows are compared with, call "
+        f"shardpass.mean(rows, None, comm, dim=0), or detach() it"
     )
 
 
@@ -200,6 +203,14 @@ def counts_once(line: UserLine) -> RefusedError:
     return RefusedError(
         f"{line}: shardpass.replicated is for what every rank computes alike, of sums over the rows of all ranks. The "
         f"gradient of this value is that of this rank's share already. Leave shardpass.replicated out"
+    )
+
+
+def whole_already(line: UserLine) -> RefusedError:
+    """Why a value of all rows is not to be added up as rows are."""
+    return RefusedError(
+        f"{line}: this value takes in the rows of all ranks already, and its gradient is this rank's share. Expected "
+        f"rows of this rank. Leave the second mean or sum over ranks out"
     )
 
 

@@ -114,8 +114,8 @@ def _check_alike(name: str, every: Tensor, problem: str | None, identity: str, c
         other = next(rank for rank, text in enumerate(kinds) if text != kinds[0])
         raise DivergenceError(
             f"{name}: ranks pass different kinds of rows: {kinds[0]} on rank 0, {kinds[other]} on rank {other}; "
-            f"dtype, trailing dimensions, whether there is a mask, ignored class and weights of classes must be the "
-            f"same on every rank"
+            f"dtype, trailing dimensions, dim, whether there is a mask, ignored class and weights of classes must be "
+            f"the same on every rank"
         )
     if every[0, 2] and bool((every[:, 2] == every[0, 2]).all()):
         raise ValueError(

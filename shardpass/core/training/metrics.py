@@ -41,10 +41,14 @@ def accuracy(logits: Tensor, y: Tensor, mask: Tensor | None, comm: Ranks, ignore
     return float(right) / float(count)
 
 
-@unfollowed(3)
+@unfollowed(3, gives="number")
 def f1(
-    logits: Tensor, y: Tensor, mask: Tensor | None, comm: Ranks, average: Literal["micro", "macro"] = "micro"
-) -> float:
+    logits: Tensor,
+    y: Tensor,
+    mask: Tensor | None,
+    comm: Ranks,
+    average: Literal["micro", "macro", "weighted"] | None = "micro",
+) -> float | Tensor:
     """The F1 score of the masked nodes of all ranks, as in scikit-learn and torchmetrics. Collective.
 
     If `y` holds class ids, a node is predicted to be of the class with its largest logit. The micro average is then the
@@ -58,7 +62,11 @@ def f1(
             unknown, which does not count.
         mask: as in `cross_entropy`; of a matrix also a bool for each entry.
         comm: the ranks.
-        average: over all decisions (``"micro"``), or of the scores of the classes (``"macro"``).
+        average: over all decisions (``"micro"``); of the scores of the classes (``"macro"``), or by how many labels
+            each has (``"weighted"``); or None.
+
+    Returns:
+        A float; for None the score of each class, [num_classes] on the host, 0 for a class that is not named.
 
     Raises:
         ValueError: on every rank, if arguments are wrong on one, or no rank has a masked node.
@@ -69,6 +77,11 @@ def f1(
         right, wrong, missed = (count.sum(0, keepdim=True) for count in (right, wrong, missed))
     named = right + wrong + missed > 0
     scores = torch.where(named, 2 * right / (2 * right + wrong + missed).clamp(min=1), 0)
+    if average is None:
+        return scores
+    if average == "weighted":
+        labels = right + missed
+        return float((scores * labels).sum() / labels.sum().clamp(min=1))
     return float(scores[named if y.dim() == 1 else slice(None)].mean())
 
 
@@ -129,10 +142,10 @@ def average_precision(scores: Tensor, y: Tensor, mask: Tensor | None, comm: Rank
     return _mean_over_tasks("average_precision", _precision, scores, y, mask, comm)
 
 
-def _decisions(logits: Tensor, y: Tensor, mask: Tensor | None, average: str) -> OwnPart[Tensor]:
+def _decisions(logits: Tensor, y: Tensor, mask: Tensor | None, average: str | None) -> OwnPart[Tensor]:
     """How often each class was predicted rightly, wrongly, and missed, [3, classes]."""
-    if average not in ("micro", "macro"):
-        raise ValueError(f"average is 'micro' or 'macro', found {average!r}")
+    if average not in ("micro", "macro", "weighted", None):
+        raise ValueError(f"average is 'micro', 'macro', 'weighted' or None, found {average!r}")
     if isinstance(y, Tensor) and y.dim() == 2:
         check_logits(logits, y.to(logits.dtype) if isinstance(logits, Tensor) else y)
         rows, labels, counted = _labelled(logits, y, mask)

@@ -10,13 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardpass.core.ranks import Ranks, autograd_leaves, describe, is_summed_before, unfollowed
+from shardpass.core.ranks import (
+    Ranks,
+    autograd_leaves,
+    describe,
+    is_summed_before,
+    require_ranks,
+    summed,
+    unfollowed,
+)
 from shardpass.core.training.chosen_rows import known_rows
 from shardpass.core.training.masked_rows import OwnPart, check_logits, check_mask, select, sums_over_ranks
 from shardpass.errors import RefusedError
@@ -69,32 +77,70 @@ def cross_entropy(
     return _over_ranks("cross_entropy", logits, mask, comm, own)
 
 
-@unfollowed(2, gives="whole")
-def mean(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
-    """The mean of `values` over the masked nodes of all ranks; its gradient is that of this rank's share.
+def mean(values: Tensor, mask: Tensor | None, comm: Ranks, dim: Literal[0] | None = None) -> Tensor:
+    """The mean of `values` over the masked nodes of all ranks.
 
-    Collective in forward (once). For any loss that is computed per node (``reduction="none"``).
+    For any loss that is computed per node (``reduction="none"``). Its gradient is that of this rank's share. Collective
+    in forward (once).
+
+    With ``dim=0`` it is the mean of each column, ``[...]`` as ``values.mean(0)`` is, to compare rows with or to make a
+    loss of. Every rank has it alike, with all of its gradient, so put ``replicated(term, comm)`` around a term that is
+    made of it alone. Collective then (twice), and in backward.
 
     Args:
         values: [num_own, ...], the trailing dimensions the same on every rank; integers and bools are averaged as
             float32. All elements of a masked row count.
-        mask: as in `cross_entropy`; or a bool for each entry of `values`, which then count one by one.
+        mask: as in `cross_entropy`; or, without `dim`, a bool for each entry of `values`, which then count one by one.
         comm: the ranks.
+        dim: 0 to reduce over nodes only; None to reduce over all entries.
 
     Raises:
         ValueError: on every rank, if shapes are wrong on one, no rank has a masked node, or a value that the mask
             leaves out is NaN, which would make its gradient NaN.
     """
+    require_ranks(comm, "mean(values, mask, comm)")
+    return _mean(values, mask, comm) if dim is None else _over_nodes("mean", values, mask, comm, dim)
+
+
+def sum(values: Tensor, mask: Tensor | None, comm: Ranks, dim: Literal[0] | None = None) -> Tensor:
+    """The sum of `values` over the masked nodes of all ranks; its gradient is that of this rank's share.
+
+    Collective in forward (once). Arguments, errors and ``dim=0`` as in `mean`, but nodes may be absent everywhere: the
+    sum is 0.
+    """
+    require_ranks(comm, "sum(values, mask, comm)")
+    return _sum(values, mask, comm) if dim is None else _over_nodes("sum", values, mask, comm, dim)
+
+
+@unfollowed(2, gives="whole")
+def _mean(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
     return _over_ranks("mean", values, mask, comm, lambda: _own_values("mean", values, mask, is_mean=True))
 
 
 @unfollowed(2, gives="total")
-def sum(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
-    """The sum of `values` over the masked nodes of all ranks; its gradient is that of this rank's share.
-
-    Collective in forward (once). Arguments and errors as in `mean`, but nodes may be absent everywhere: the sum is 0.
-    """
+def _sum(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
     return _over_ranks("sum", values, mask, comm, lambda: _own_values("sum", values, mask, is_mean=False))
+
+
+@unfollowed(3, gives="alike")
+def _over_nodes(name: str, values: Tensor, mask: Tensor | None, comm: Ranks, dim: int) -> Tensor:
+    """The mean or the sum along dimension 0. Every rank has it alike, and gets all of its gradient."""
+
+    def own() -> OwnPart[Tensor]:
+        if dim != 0:
+            raise ValueError(f"dim must be 0, or None for all entries, found {dim!r}; reduce other dimensions before, as "
+                f"in {name}(values.{name}(1), mask, comm)")
+        rows = _checked_rows(name, values, mask, None)
+        count = float(len(rows)) if name == "mean" else 1.0
+        needs_gradient = float(torch.is_grad_enabled() and rows.requires_grad)
+        return OwnPart([count, needs_gradient], rows.sum(0, dtype=torch.float64), ", over nodes only")
+
+    (count, needs_gradient), share = sums_over_ranks(name, values, mask, comm, own)
+    with torch.set_grad_enabled(bool(needs_gradient)):
+        found = summed(share, comm, name) / (count if name == "mean" else 1)
+        found = found.to(values.dtype if values.is_floating_point() else torch.float32)
+    comm.mark_plain(found)
+    return found
 
 
 @unfollowed(1, gives="replicated")
@@ -129,7 +175,15 @@ def total(count: int | float | Tensor, comm: Ranks) -> int | float:
     Args:
         count: a number, or a tensor of one entry.
         comm: the ranks.
+
+    Raises:
+        ValueError: `count` has several entries, which ``comm.all_reduce(count, "sum")`` adds up.
     """
+    if isinstance(count, Tensor) and count.numel() != 1:
+        raise ValueError(
+            f"total: expected a number, or a tensor of one entry, found {describe(count)}; to add up each entry over "
+            f'ranks, call comm.all_reduce(count, "sum")'
+        )
     number = count.item() if isinstance(count, Tensor) else count
     dtype = torch.int64 if isinstance(number, Integral) else torch.float64
     value = torch.tensor([number], dtype=dtype, device=comm.device)
@@ -183,7 +237,16 @@ def _over_ranks(name: str, rows: Any, mask: Any, comm: Ranks, own: Callable[[], 
 
 
 def _own_values(name: str, values: Tensor, mask: Tensor | None, is_mean: bool) -> _Losses:
-    """The masked rows, in a floating dtype. Raises ValueError for arguments that are not as those of `mean`."""
+    rows = _checked_rows(name, values, mask, values.shape if isinstance(values, Tensor) else None)
+    return _part(rows, float(rows.numel()) if is_mean else None)
+
+
+def _checked_rows(name: str, values: Tensor, mask: Tensor | None, entries: torch.Size | None) -> Tensor:
+    """The masked rows, in a floating dtype. Raises ValueError for arguments that are not as those of `mean`.
+
+    Args:
+        entries: the shape of values, if the mask may have a bool for each of them.
+    """
     if not isinstance(values, Tensor) or values.dim() == 0:
         raise ValueError(
             f"values must have one row per own node, found {describe(values)}; compute the loss with "
@@ -191,7 +254,7 @@ def _own_values(name: str, values: Tensor, mask: Tensor | None, is_mean: bool) -
         )
     if values.is_complex():
         raise ValueError(f"expected real values, found {describe(values)}; take abs() or .real of them")
-    check_mask(mask, values.shape[0], values.shape)
+    check_mask(mask, values.shape[0], entries)
     if mask is not None and mask.dtype == torch.bool and values.requires_grad:
         left_out = int(values.detach()[~mask.to(values.device)].isnan().sum())
         if left_out:
@@ -199,5 +262,4 @@ def _own_values(name: str, values: Tensor, mask: Tensor | None, is_mean: bool) -
                 f"{left_out} values that the mask leaves out are NaN, and so are their gradients, as 0 times "
                 f"NaN is: leave them out before the loss, {name}(loss(out[mask], y[mask]), None, comm)"
             )
-    rows = select(values if values.is_floating_point() else values.float(), mask)
-    return _part(rows, float(rows.numel()) if is_mean else None)
+    return select(values if values.is_floating_point() else values.float(), mask)

@@ -33,7 +33,7 @@ def on_ranks(metric, ranks, *tensors, use_mask=True, **kwargs):
         return metric(*own[:-1], own[-1] if use_mask else None, comm, **kwargs)
 
     found = run(work, ranks)
-    assert all(value == found[0] or math.isnan(value) for value in found)
+    assert all(value == found[0] or value != value for value in found)
     return found[0]
 
 
@@ -41,13 +41,21 @@ def on_ranks(metric, ranks, *tensors, use_mask=True, **kwargs):
 @pytest.mark.parametrize("use_mask", [True, False])
 def test_f1_and_mae(ranks, use_mask):
     rows = MASK if use_mask else slice(None)
-    for average in ("micro", "macro"):
+    for average in ("micro", "macro", "weighted"):
         for y, predicted in ((CLASSES, LOGITS.argmax(1)), (LABELS, LOGITS > 0), (LABELS.float(), LOGITS > 0)):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 expected = sklearn_metrics.f1_score(y[rows].numpy(), predicted[rows].numpy(), average=average)
             found = on_ranks(sp.f1, ranks, LOGITS, y, use_mask=use_mask, average=average)
             assert found == pytest.approx(expected, abs=1e-12), average
+    expected = sklearn_metrics.f1_score(
+        CLASSES[rows].numpy(), LOGITS[rows].argmax(1).numpy(), average=None, labels=range(6), zero_division=0
+    )
+    found = on_ranks(
+        lambda *given, average: sp.f1(*given, average=average).tolist(),
+        ranks, LOGITS, CLASSES, use_mask=use_mask, average=None,
+    )  # fmt: skip
+    assert found == pytest.approx(expected.tolist(), abs=1e-12)
     assert on_ranks(sp.f1, ranks, LOGITS, CLASSES) == pytest.approx(on_ranks(sp.accuracy, ranks, LOGITS, CLASSES))
     for pair in ((LOGITS, LOGITS.flip(1)), (LOGITS[:, 0].float(), CLASSES)):
         expected = sklearn_metrics.mean_absolute_error(*(t[rows].double().numpy() for t in pair))
@@ -103,7 +111,9 @@ def test_entries_without_a_label_as_in_ogb(ranks, as_mask):
 
 WRONG = {
     r"1 of 1 masked nodes have no label \(y = -100\)": (sp.f1, lambda t: (t, torch.tensor([-100]), None), {}),
-    "average is 'micro' or 'macro'": (sp.f1, lambda t: (t, CLASSES[:1], None), {"average": "weighted"}),
+    "average is 'micro', 'macro', 'weighted' or None": (
+        sp.f1, lambda t: (t, CLASSES[:1], None), {"average": "binary"}
+    ),  # fmt: skip
     r"y must be \[1, 6\] for logits \[1, 6\], found float64": (sp.f1, lambda t: (t, t[:, 0], None), {}),
     r"class ids must be in \[0, 6\), found 6": (sp.f1, lambda t: (t, torch.tensor([6]), None), {}),
     "y must hold zeros and ones, found 2": (sp.f1, lambda t: (t, torch.full((1, 6), 2), None), {}),

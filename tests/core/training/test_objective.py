@@ -300,3 +300,63 @@ MISTAKES = {
 def test_mistakes_are_told_in_words(comm, error, text):
     with pytest.raises(error, match=text):
         MISTAKES[error][text](comm)
+
+
+@pytest.mark.ranks(2)
+def test_total_of_several_numbers_names_what_adds_them_up(comm):
+    with pytest.raises(ValueError, match=r'one entry, found int64 .*call comm\.all_reduce\(count, "sum"\)'):
+        objective.total(torch.ones(3, dtype=torch.int64), comm)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("use_mask", [True, False])
+@pytest.mark.parametrize("name", ["mean", "sum"])
+def test_what_is_made_of_columns_has_the_gradient_of_all_rows(ranks, use_mask, name):
+    values, _, mask = graph()
+    leaf = values.clone().requires_grad_()
+    chosen = leaf[mask] if use_mask else leaf
+    expected = getattr(chosen, name)(0).pow(2).sum()
+
+    def loss(comm, rows, marked):
+        found = getattr(objective, name)(rows, marked if use_mask else None, comm, dim=0)
+        assert found.shape == (4,)
+        return objective.replicated(found.pow(2).sum(), comm)
+
+    check(loss, ranks, expected, leaf, mask)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("shape", [(12,), (12, 1), (12, 2, 3)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32, torch.bfloat16])
+def test_columns_of_any_shape_are_those_of_torch(ranks, shape, dtype):
+    values = torch.arange(torch.Size(shape).numel()).view(shape).remainder(5).to(dtype)
+
+    def body(comm):
+        (mine,) = own(comm, values)
+        return objective.mean(mine, None, comm, dim=0), objective.sum(mine, None, comm, dim=0)
+
+    wide = values if values.is_floating_point() else values.float()
+    for mean, total in run(body, ranks):
+        torch.testing.assert_close(mean, wide.mean(0))
+        torch.testing.assert_close(total, wide.sum(0))
+        assert not mean.requires_grad
+
+
+def test_columns_without_gradients_on_most_ranks():
+    def body(comm):
+        rows = torch.full((2, 3), 1.0 + comm.rank).double().requires_grad_(comm.rank == 1)
+        objective.replicated(objective.mean(rows, None, comm, dim=0).square().sum(), comm).backward()
+        return rows.grad
+
+    assert torch.allclose(run(body, 3)[1], torch.full((2, 3), 2 * 2.0 / 6).double())
+
+
+@pytest.mark.ranks(2)
+def test_what_is_no_reduction_over_nodes_is_refused(comm):
+    rows = torch.ones(5, 3)
+    with pytest.raises(ValueError, match=r"dim must be 0, or None .* found 1; .*mean\(values.mean\(1\), mask, comm"):
+        objective.mean(rows, None, comm, dim=1)
+    with pytest.raises(ValueError, match="mask must be a bool tensor"):
+        objective.mean(rows, rows > 0, comm, dim=0)
+    with pytest.raises(DivergenceError, match="over nodes only"):
+        objective.mean(rows, None, comm, dim=0 if comm.rank else None)
