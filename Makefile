@@ -69,7 +69,13 @@ docs: setup
 	$(BIN)/python -m zensical build --clean --strict
 	$(BIN)/python -m pytest -n 3 --dist worksteal tests/test_docs.py tests/test_pasted.py tests/test_site.py
 
-test-long: setup
+# The notebooks run in kernels, which need packages that nothing else does.
+$(VENV)/.notebooks: $(VENV)/.installed
+	@echo "installing nbclient and ipykernel"
+	@$(PIP) --editable '.[notebooks]'
+	@touch $@
+
+test-long: $(VENV)/.notebooks
 	$(BIN)/python -m pytest -m long --timeout=1800
 
 bench: setup
