@@ -17,7 +17,7 @@ help:
 	@echo "make demo       an unmodified GAT in one process and on four ranks, side by side"
 	@echo "make test       lint, types, docs and the default tests"
 	@echo "make test-long  the tests that take minutes each"
-	@echo "make docs       the site, after every block of its pages has run as pasted, in ten minutes; writes site/"
+	@echo "make docs       the site, all blocks of its pages run as pasted, looked at in Chromium; 15 minutes; writes site/"
 	@echo "make bench      memory benchmark; writes benchmarks/reports/"
 	@echo "make faults     faults injected into running jobs, 200 on Linux; writes benchmarks/reports/"
 	@echo "make mutants    small defects put into the code, about 2,900: do the tests notice? About two hours; a report"
@@ -68,9 +68,15 @@ docs: setup
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "the site needs Python 3.11: call make docs PYTHON=python3.11, after make clean"; exit 1; }
 	$(BIN)/python -m zensical build --clean --strict
-	$(BIN)/python -m pytest -n 3 --dist worksteal tests/test_docs.py tests/test_pasted.py
+	$(BIN)/python -m pytest -n 3 --dist worksteal tests/test_docs.py tests/test_pasted.py tests/test_site.py
 
-test-long: setup
+# The notebooks run in kernels, which need packages that nothing else does.
+$(VENV)/.notebooks: $(VENV)/.installed
+	@echo "installing nbclient and ipykernel"
+	@$(PIP) --editable '.[notebooks]'
+	@touch $@
+
+test-long: $(VENV)/.notebooks
 	$(BIN)/python -m pytest -m long --timeout=1800
 
 bench: setup

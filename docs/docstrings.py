@@ -52,11 +52,11 @@ def makeExtension(**options: Any) -> Docstrings:
 def document(path: str, members: str | None = None) -> str:
     """Markdown for the object at `path`, and for the named methods of a class."""
     found = look_up(path)
-    parts = [heading(path, found, 3), prose(inspect.getdoc(found) or "")]
+    parts = [heading(path, found, 3), folded(path, found)]
     for name in (members or "").split(",") if members else ():
         member = inspect.getattr_static(found, name)
         member = member.fget if isinstance(member, property) else member
-        parts += [heading(f"{path}.{name}", member, 4), prose(inspect.getdoc(member) or "")]
+        parts += [heading(f"{path}.{name}", member, 4), folded(f"{path}.{name}", member)]
     return "\n\n".join(parts)
 
 
@@ -116,17 +116,29 @@ def look_up(path: str) -> Any:
 
 
 def heading(path: str, found: Any, level: int) -> str:
-    name = path.rpartition(".")[2]
-    title = f"{'#' * level} `{name}` {{ #{path} }}"
+    return f"{'#' * level} `{path.rpartition('.')[2]}` {{ #{path} }}"
+
+
+def folded(path: str, found: Any) -> str:
+    """The first paragraph of a docstring, and what unfolds below it: the signature, and the rest."""
+    first, _, rest = (inspect.getdoc(found) or "").partition("\n\n")
+    call = signature_of(path, found)
+    below = "\n\n".join(filter(None, [f"```python\n{call}\n```" if call else "", prose(rest)]))
+    title = "Signature and details" if call and rest else "Signature" if call else "Details"
+    fold = f'<details markdown="1"><summary>{title}</summary>\n\n{below}\n\n</details>' if below else ""
+    return "\n\n".join(filter(None, [prose(first), fold]))
+
+
+def signature_of(path: str, found: Any) -> str | None:
     if not callable(found) or inspect.ismodule(found) or is_error(found) or getattr(found, "_is_protocol", False):
-        return title
+        return None
     try:
         signature = plain(inspect.signature(found)).replace("self, ", "").replace("(self)", "()")
     except (TypeError, ValueError):
-        return title
+        return None
     for long, short in SHORT:
         signature = signature.replace(long, short)
-    return f"{title}\n\n```python\n{path}{wrapped(signature)}\n```"
+    return f"{path}{wrapped(signature)}"
 
 
 class Words:

@@ -37,6 +37,12 @@ ORDER = (
 )
 CELL = re.compile(r"^# %%( \[markdown\])?\n(.*?)(?=^# %%|\Z)", re.S | re.M)
 OUTPUT = re.compile(r"\n```text\n.*?\n```\n|\n!\[[^\]]*\]\([^)]*\)\n", re.S)
+DARK = """@media (prefers-color-scheme: dark) {
+    [style*="fill: #ffffff"] {fill: #14171d !important}
+    [style*="stroke: #000000"] {stroke: #e6e6e6 !important}
+    text {fill: #e6e6e6}
+  }"""
+"""The ground and the ink of a plot in the dark; its data keep their colours."""
 TITLE = re.compile(r"<dc:title>(.*?)</dc:title>", re.S)
 
 
@@ -83,6 +89,11 @@ def outputs_of(script: Path) -> list[str]:
     return outputs
 
 
+def in_the_dark(svg: str) -> str:
+    """A plot of matplotlib that is also drawn light on dark."""
+    return svg.replace("</style>", f"{DARK}</style>", 1)
+
+
 def run(script: Path) -> None:
     """Run a script cell by cell in this process and this folder; write its page and its plots."""
     import matplotlib
@@ -102,7 +113,7 @@ def run(script: Path) -> None:
         for plot in sorted(set(Path().glob("*.svg")) - drawn):
             drawn.add(plot)
             svg = re.sub(r"[ \t]+$", "", plot.read_text(encoding="utf-8"), flags=re.M)
-            (PAGES / plot.name).write_text(svg, encoding="utf-8")
+            (PAGES / plot.name).write_text(in_the_dark(svg), encoding="utf-8")
             title = TITLE.search(svg)
             assert title, f"{script.name}: savefig with metadata=dict(Title=...), which says what the plot shows"
             output += ("\n" if output else "") + f"![{title[1]}]({plot.name})\n"

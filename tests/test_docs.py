@@ -197,6 +197,10 @@ def test_every_public_name_is_documented() -> None:
     assert not missing, f"docs/api.md lacks {missing}"
 
 
+def test_the_home_page_names_the_version() -> None:
+    assert f"Version {sp.__version__} " in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+
+
 def test_figures_are_up_to_date(tmp_path: Path) -> None:
     spec = importlib.util.spec_from_file_location("make_figures", ROOT / "docs" / "make_figures.py")
     assert spec is not None and spec.loader is not None

@@ -36,7 +36,7 @@ def test_a_page_has_the_prose_and_code_of_its_script(name: str) -> None:
         f"run python docs/make_gallery.py {name}; with --prose, if its code is as it was"
     )
     (plot,) = re.findall(r"!\[.{30,}\]\((.*)\)", page)
-    assert (GALLERY.PAGES / plot).exists()
+    assert GALLERY.DARK in (GALLERY.PAGES / plot).read_text(encoding="utf-8")
     assert "## Largest size tested" in page
 
 

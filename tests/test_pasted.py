@@ -57,13 +57,19 @@ def runs_here(paragraph: str) -> bool:
     return places <= ({"on a machine with a gpu"} if torch.cuda.is_available() else set())
 
 
+def pasted(block: re.Match[str]) -> str:
+    """What a reader pastes of a block: of a ``diff`` the new lines."""
+    lines = block["code"].splitlines(keepends=True)
+    if block["kind"] == "diff":
+        lines = [re.sub("^[ +]", "", line) for line in lines if not line.startswith("-")]
+    return "".join(lines)
+
+
 def program(text: str) -> str:
     """A page as a program of Python. A shell block is one line of it, and so is a file that the reader saves."""
     lines = [""] * (text.count("\n") + 1)
     for block in BLOCK.finditer(text):
-        kind, code, paragraph = block["kind"], block["code"], above(text, block)
-        if kind == "diff":
-            code = "".join(line[1:] for line in code.splitlines(keepends=True) if not line.startswith("-"))
+        kind, code, paragraph = block["kind"], pasted(block), above(text, block)
         if kind in ("python", "diff"):
             compile(code, paragraph, "exec")
         if name := re.search(r"`([\w-]+\.(?:py|sh))`:$", paragraph):
