@@ -128,8 +128,10 @@ def _over_nodes(name: str, values: Tensor, mask: Tensor | None, comm: Ranks, dim
 
     def own() -> OwnPart[Tensor]:
         if dim != 0:
-            raise ValueError(f"dim must be 0, or None for all entries, found {dim!r}; reduce other dimensions before, as "
-                f"in {name}(values.{name}(1), mask, comm)")
+            raise ValueError(
+                f"dim must be 0, or None for all entries, found {dim!r}; reduce other dimensions before, as "
+                f"in {name}(values.{name}(1), mask, comm)"
+            )
         rows = _checked_rows(name, values, mask, None)
         count = float(len(rows)) if name == "mean" else 1.0
         needs_gradient = float(torch.is_grad_enabled() and rows.requires_grad)

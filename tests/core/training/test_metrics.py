@@ -1,6 +1,5 @@
 """Metrics against scikit-learn on the rows of all ranks."""
 
-import math
 import warnings
 
 import numpy as np
@@ -112,8 +111,10 @@ def test_entries_without_a_label_as_in_ogb(ranks, as_mask):
 WRONG = {
     r"1 of 1 masked nodes have no label \(y = -100\)": (sp.f1, lambda t: (t, torch.tensor([-100]), None), {}),
     "average is 'micro', 'macro', 'weighted' or None": (
-        sp.f1, lambda t: (t, CLASSES[:1], None), {"average": "binary"}
-    ),  # fmt: skip
+        sp.f1,
+        lambda t: (t, CLASSES[:1], None),
+        {"average": "binary"},
+    ),
     r"y must be \[1, 6\] for logits \[1, 6\], found float64": (sp.f1, lambda t: (t, t[:, 0], None), {}),
     r"class ids must be in \[0, 6\), found 6": (sp.f1, lambda t: (t, torch.tensor([6]), None), {}),
     "y must hold zeros and ones, found 2": (sp.f1, lambda t: (t, torch.full((1, 6), 2), None), {}),
