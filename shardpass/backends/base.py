@@ -286,8 +286,8 @@ class BaseCommunicator(RawCommunicator):
             text = json.dumps(obj, default=_whole_number)
         except (TypeError, ValueError) as error:
             raise TypeError(
-                f"all_gather_object {label!r}: {error}; it takes numbers, strings, lists and dicts of them. "
-                f"Of a tensor, pass tensor.tolist(), or call all_gather"
+                f"all_gather_object{label and f' {label!r}'}: {error}; it takes numbers, strings, lists and dicts of "
+                f"them. Of a tensor or an array, pass its tolist(), or call all_gather of a tensor"
             ) from None
         raw = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         gathered = self._all_gather("all_gather_object", raw, label)

@@ -29,7 +29,7 @@ def test_a_table_and_the_same_as_json():
 
 
 def test_activations_that_are_computed_again_are_planned():
-    layers = ("--layers", "3", "--dropout", "0.5", "--batch-norm", "--mode", "sar", "--json")
+    layers = ("--layers", "6", "--dropout", "0.5", "--batch-norm", "--mode", "sar", "--json")
     kept, again = (
         json.loads(passed("plan", *COUNTS, *layers, *more))["rows"][0]["peak"] for more in ((), ("--recompute",))
     )

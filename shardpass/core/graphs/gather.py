@@ -43,7 +43,7 @@ def gather(
     if rows.size(0) != ids.numel():
         raise ValueError(
             f"rank {graph.comm.rank}: gather takes one row per own node, expected {ids.numel()} rows, "
-            f"got {rows.size(0)}"
+            f"got {rows.size(0)}; of some nodes, gather all rows and the mask, and take rows[mask] on rank 0"
         )
     comm = graph.comm
     if path is not None:
