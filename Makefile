@@ -53,7 +53,7 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml $(CONSTRAINTS)
 demo: setup
 	$(BIN)/python -m shardpass.cli demo
 
-# pytest comes last, so that its closing line does; tests/test_docs.py builds the site. Pages that start launchers run
+# pytest comes last, so that its closing line does. The site is built, and most pages run,
 # with the long tests and with the docs.
 test: setup lint
 	@$(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("dgl") is None)' \

@@ -44,6 +44,7 @@ def test_scripts_are_bash(script: Path) -> None:
     assert os.access(script, os.X_OK)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_slurm_script_trains(tmp_path: Path) -> None:
     """With a stand-in for srun, on two ranks."""

@@ -231,6 +231,7 @@ def test_addresses_of_the_site_are_those_of_pages(name: str) -> None:
     assert not [path for path in found if path and not (ROOT / "docs" / f"{path.strip('/')}.md").exists()]
 
 
+@pytest.mark.long
 def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     for page in build_site(tmp_path).rglob("*.html"):
         text = page.read_text(encoding="utf-8")

@@ -115,6 +115,7 @@ def test_link_prediction(launcher: str, ranks: int, folder: Path) -> None:
     assert float(found[2]) == pytest.approx(0.935, abs=0.005)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("launcher", "ranks"),
     [("python", 1), pytest.param("torchrun", 2, marks=[pytest.mark.processes, pytest.mark.long])],
@@ -161,6 +162,7 @@ ROUNDS = (
 """How the names of what a rank does in a call begin in a trace."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("launcher", "ranks"), [("python", 1), pytest.param("torchrun", 2, marks=pytest.mark.processes)]
 )
@@ -221,6 +223,7 @@ def test_meshgraphnets(launcher: str, ranks: int, folder: Path) -> None:
     assert found and float(found[1]) < float(found[2]) / 2 and int(found[3]) == ranks
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("launcher", "ranks"),
     [("python", 1), pytest.param("torchrun", 2, marks=[pytest.mark.processes, pytest.mark.long])],
@@ -297,7 +300,10 @@ DGL_EXAMPLES = {
 )
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.long] * (name in ("dgl_appnp", "dgl_sign"))) for name in DGL_EXAMPLES],
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name in ("dgl_appnp", "dgl_sign", "dgl_rgcn")))
+        for name in DGL_EXAMPLES
+    ],
 )
 def test_dgl(name: str, launcher: str, ranks: int, folder: Path) -> None:
     pytest.importorskip("dgl")

@@ -37,11 +37,11 @@ def text_of(page: Path) -> str:
 
 
 def pages() -> list[Any]:
-    """The pages with blocks; those that start launchers or plan take a minute or more."""
+    """The pages with blocks. All of them run with the long tests and with the docs, and a few short ones always."""
     found = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    slow = re.compile(r"^ *(?:torchrun|mpirun|shardpass plan) ", re.M)
+    short = ("index", "in-memory", "models")
     return [
-        pytest.param(page, id=page.stem, marks=[pytest.mark.long] if slow.search(text_of(page)) else [])
+        pytest.param(page, id=page.stem, marks=[] if page.stem in short else [pytest.mark.long])
         for page in found
         if BLOCK.search(text_of(page))
     ]

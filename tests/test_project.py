@@ -154,6 +154,7 @@ def test_make_says_what_is_wrong_with_the_python_it_is_given(python: str, why: s
     assert done.returncode != 0 and f"{python} {why}" in done.stdout
 
 
+@pytest.mark.long
 def test_every_benchmark_can_be_imported() -> None:
     """One that names what another has lost is found before somebody needs its figures."""
     texts = {path.stem: path.read_text() for path in (ROOT / "benchmarks").glob("[!_]*.py")}

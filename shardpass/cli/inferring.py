@@ -18,7 +18,7 @@ import shardpass as sp
 from shardpass.cli.console import Steps
 from shardpass.cli.models import MODELS, ModelConfig, in_degrees_for
 from shardpass.cli.options import StoreFolder, Threads
-from shardpass.cli.task import edge_weight_of, features_of, model_inputs, unused_edge_fields
+from shardpass.cli.task import edge_weight_of, features_of, loaded, model_inputs, unused_edge_fields
 from shardpass.cli.weights import Weights, read_weights
 from shardpass.core.ranks import Mode, Ranks
 
@@ -57,7 +57,7 @@ class InferConfig(ModelConfig):
 def infer_rank(comm: Ranks, config: InferConfig) -> list[str]:
     """Infer as one rank of `comm`; the files written. Collective."""
     torch.set_num_threads(config.threads)
-    graph = sp.load(config.store, comm, sp.Options(mode=config.mode))
+    graph = loaded(config.store, comm, sp.Options(mode=config.mode))
     if not graph.is_homogeneous:
         raise ValueError(
             f"the store {config.store} has several types, {graph.node_types}: shardpass infer takes graphs of one; "

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import shardpass as sp
 from shardpass.core.graphs import ShardedGraph
 from shardpass.core.ranks import Ranks, describe
 
@@ -45,6 +48,15 @@ class Task:
             f"{self.num_classes:,} classes, of which {len(empty):,} have no node, such as {int(empty[0])}: the model "
             f"has an output for each, since class ids count from 0"
         )
+
+
+def loaded(path: str | Path, comm: Ranks, options: sp.Options) -> ShardedGraph:
+    """The graph of a store, of which a command takes all that it needs: in which order the nodes are is no matter."""
+    if comm.size > 1:
+        return sp.load(path, comm, options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*not in the original order")
+        return sp.load(path, comm, options)
 
 
 def model_inputs(x: Tensor, graph: ShardedGraph, edge_weight: Tensor | None) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from shardpass.cli.logs import Record, prepare_logs
 from shardpass.cli.memory import PeakMeter
 from shardpass.cli.models import in_degrees_for
 from shardpass.cli.reporter import Reporter
-from shardpass.cli.task import SPLITS
+from shardpass.cli.task import SPLITS, loaded
 from shardpass.core.ranks import Ranks, fail_together, prepare_target
 from shardpass.errors import MissingDependencyError
 from shardpass.planning.sizes import known_sizes
@@ -34,7 +34,7 @@ class TrainingRun:
         plan = plan_of(comm, config) if config.mode == "auto" else None
         self.estimate = plan.best if plan is not None else None
         options = sp.Options(mode=config.mode) if plan is None else plan.options
-        self.graph = sp.load(config.store, comm, options)
+        self.graph = loaded(config.store, comm, options)
         self.task = config.task(self.graph)
         in_degrees = in_degrees_for(config, self.graph)
         with sp.seed(config.seed, comm):

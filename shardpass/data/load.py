@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,8 @@ def load(path: str | Path, comm: Ranks, options: Options | None = None) -> Shard
     """This rank's share of the partitioned graph at `path`. Collective.
 
     A graph with several node or edge types is returned as a `ShardedHeteroGraph`. There may be as many ranks as parts,
-    or fewer; each rank owns a contiguous run of parts. Every rank must pass the same store and options.
+    or fewer; each rank owns a contiguous run of parts. Every rank must pass the same store and options. One rank that
+    holds several parts is warned: its rows are as many as those of the original graph, and in another order.
 
     Raises:
         ValueError: when there are more ranks than parts, or for ``mode="auto"``, which a plan decides first.
@@ -91,6 +93,13 @@ def _loaded(path: str | Path, comm: Ranks, options: Options) -> ShardedGraph:
     graph.graph_fields = {**scalars, **{name: value.to(comm.device) for name, value in of_graph.items()}}
     graph.column_names = store.manifest.columns
     graph.own_links = {kind: _own_links(graph, kind, fields) for kind, fields in links.items()}
+    if comm.size == 1 < store.num_parts and any((ids[1:] < ids[:-1]).any() for ids in data.node_ids.values()):
+        warnings.warn(
+            f"{path}: this rank holds all nodes, not in the original order: partitioning has numbered them anew. "
+            f"Take features, labels, masks and row numbers from this graph (graph.node_ids are the original numbers), "
+            f"or partition it with parts=1, which keeps the order",
+            stacklevel=3,
+        )
     return graph
 
 

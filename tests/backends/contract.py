@@ -114,7 +114,7 @@ def assert_all_to_all(comm: Any) -> None:
 def assert_objects_and_barrier(comm: Any) -> None:
     found = comm.all_gather_object({"rank": comm.rank, "name": "ü" * comm.rank, "list": [1, None, 2.5]}, "set-up")
     assert [entry["rank"] for entry in found] == list(range(comm.size)) and found[-1]["list"] == [1, None, 2.5]
-    raises(TypeError, "pass tensor.tolist", lambda: comm.all_gather_object(torch.ones(2), "a tensor"))
+    raises(TypeError, "pass its tolist", lambda: comm.all_gather_object(torch.ones(2), "a tensor"))
     comm.barrier("all here")
     assert comm.rank in comm.local_ranks and set(comm.local_ranks) <= set(range(comm.size))
 

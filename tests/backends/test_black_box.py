@@ -75,6 +75,7 @@ def test_forked_processes(what, tmp_path):
     check(what, tmp_path, run([sys.executable, black_box.__file__, what, "fork"], tmp_path))
 
 
+@pytest.mark.long
 @needs_mpi
 @pytest.mark.mpi
 @pytest.mark.parametrize("what", on("raises", "skips", "is killed", "is late"))

@@ -54,6 +54,7 @@ def test_a_killed_rank(launcher):
         assert ended.text.count(f"PeerFailure: {words}") == 2, ended.text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("launcher", on("torchrun", later=["bare", "mpirun"]))
 def test_a_rank_that_leaves_early(launcher):
     ended = launch(launcher, 3, "exit")
@@ -101,6 +102,7 @@ def test_spawned_processes_raise_the_first_exception():
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.long
 def test_a_killed_spawned_process_is_named():
     with pytest.raises(CommunicationError, match="rank 1 failed first: its process was ended by SIGKILL") as caught:
         spawn(fail_as_told, 2, "processes", args=("kill",))
@@ -113,6 +115,7 @@ def test_functions_that_cannot_be_sent():
         spawn(lambda comm: 1, 2, "processes")
 
 
+@pytest.mark.long
 def test_functions_that_other_processes_cannot_import():
     """As in a notebook, the main program is no file."""
     program = "import shardpass as sp\ndef train(comm): return 1\nsp.spawn(train, 2, 'processes')"

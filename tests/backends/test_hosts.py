@@ -95,6 +95,7 @@ def job(tmp_path):
         os.kill(process, signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_a_stopped_process_is_missed_and_waited_for(job):
     job.two_ranks()
     job.children[1].send_signal(signal.SIGSTOP)
@@ -113,6 +114,7 @@ def test_a_rank_that_is_told_to_end_says_so(job):
     assert job.codes() == [1, 128 + signal.SIGTERM]
 
 
+@pytest.mark.long
 def test_ranks_end_when_their_launcher_is_killed(job, monkeypatch):
     monkeypatch.setattr(launchers, "PROGRAM", job.program)
     job.start(*command("torchrun", 2, str(job.go), job.token))

@@ -194,6 +194,7 @@ def look_around(comm):
     return listening(os.getpid()) + listening(os.getppid()), local, threads
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_spawned_processes_listen_on_the_loopback_interface_only():
     for rank, (addresses, local, threads) in enumerate(spawn(look_around, 3, "processes")):

@@ -43,6 +43,7 @@ def test_a_measurement_and_its_peer_agree_on_the_losses(tmp_path: Path) -> None:
     json.dumps(ours)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_partitioners_are_compared(tmp_path: Path) -> None:
     records = partitioning.compare("community:2000:10", ["random", "kaminpar"], 4, {"threads": 1}, tmp_path)

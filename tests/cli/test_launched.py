@@ -67,6 +67,7 @@ def test_an_error_of_all_ranks_is_told_once_and_ends_all(launcher: str, tmp_path
     assert "Traceback" not in run.stderr or launcher == "torchrun"  # its own
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_partitioning_under_a_launcher(launcher: str, tmp_path: Path) -> None:
     edges = np.random.default_rng(0).integers(0, 500, (2, 6000))
@@ -164,6 +165,7 @@ def test_doctor() -> None:
     assert run.stdout.count("self-test passed") >= 3 and "healthy: all that is required works" in run.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("active", [True, False])
 def test_the_command_that_the_demo_ends_with_works_as_typed(active: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [str(Path(sys.executable).parent)] if active else []
@@ -174,6 +176,7 @@ def test_the_command_that_the_demo_ends_with_works_as_typed(active: bool, monkey
     assert run.returncode == 0 and "whole graphs" in run.stdout, run.stderr
 
 
+@pytest.mark.long
 def test_without_typer_one_sentence_with_the_pip_command(tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('no typer', name='typer')\n")
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}

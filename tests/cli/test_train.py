@@ -24,10 +24,10 @@ def run(store: Path, log: Path, *arguments: object) -> str:
     return passed("train", store, "--hidden", 8, "--lr", 0.02, "--log", log, "--dtype", "float64", *arguments)
 
 
-LATER = [pytest.param(model, marks=pytest.mark.long) for model in ("gcn", "sage", "gin", "edgecnn")]
+LATER = [pytest.param(model, marks=pytest.mark.long) for model in ("gcn", "sage", "gin", "pna", "edgecnn")]
 
 
-@pytest.mark.parametrize("model", ["gat", "pna", *LATER])
+@pytest.mark.parametrize("model", ["gat", *LATER])
 def test_every_model_gives_the_same_losses_on_three_ranks_as_on_one(model: str, store: Path, tmp_path: Path) -> None:
     for ranks in (1, 3):
         run(store, tmp_path / f"{ranks}.jsonl", "--model", model, "--epochs", 3, "--ranks", ranks)
@@ -50,6 +50,7 @@ def test_log_and_output(store: Path, tmp_path: Path) -> None:
     assert "they share one process" in text
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_trace_of_one_epoch_of_each_rank_shows_the_rounds(store: Path, tmp_path: Path) -> None:
     trace = tmp_path / "folder" / "trace.json"

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -161,7 +162,7 @@ def graphs(draw) -> tuple[RawGraph, int, dict]:
     return RawGraph(num_nodes, edges, node_fields, edge_fields), parts, assignment
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(graphs())
 def test_any_graph_any_partition(drawn):
     graph, parts, assignment = drawn
@@ -318,6 +319,23 @@ def test_parts_of_rank(num_parts, ranks):
     runs = [parts_of_rank(num_parts, ranks, rank) for rank in range(ranks)]
     assert [part for run in runs for part in run] == list(range(num_parts))
     assert max(map(len, runs)) - min(map(len, runs)) <= 1
+
+
+def test_one_rank_of_several_parts_warns_of_the_order(tmp_path):
+    """Labels of the original graph are as many as rows then, so that nothing else would tell."""
+    comm = sp.connect()
+    graph = awkward()
+    for name, parts, how in [("one", 1, None), ("more", 2, [0, 1] * 4), ("range", 2, [0] * 4 + [1] * 4)]:
+        partition(graph, tmp_path / name, parts, **({} if how is None else {"assignment": how}))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = sp.load(tmp_path / name, comm)
+        in_order = bool((found.node_ids == torch.arange(8)).all())
+        assert in_order == (name != "more")
+        assert [str(one.message) for one in caught if "not in the original order" in str(one.message)] == (
+            [] if in_order else [str(caught[0].message)]
+        )
+        assert in_order or caught[0].filename == __file__
 
 
 def test_wrong_ranks_and_parts(tmp_path):

@@ -103,6 +103,7 @@ def test_a_script_without_a_main_guard_ends_with_one_sentence(tmp_path: Path, si
     assert "this one ended there: put the call of spawn" in lines[-1] and 'if __name__ == "__main__":' in lines[-1]
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_spawned_process_shows_where_it_was(folder: Path) -> None:
     lines = shown(folder, "processes")

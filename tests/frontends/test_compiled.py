@@ -33,7 +33,7 @@ SOME = ["unrolled GATConv", "parts", "reads edges", "GraphSAGE", "EdgeCNN with B
     ("ranks", "backend", "names"),
     [
         (1, "eager", SOME),
-        (2, "aot_eager", SOME[:3]),
+        pytest.param(2, "aot_eager", SOME[:3], marks=pytest.mark.long),
         pytest.param(1, "inductor", [*CASES], marks=pytest.mark.long),
         pytest.param(3, "aot_eager", [*CASES], marks=pytest.mark.long),
     ],

@@ -21,6 +21,7 @@ def names_of(rows: list[str]) -> list[str]:
     return [name for row in rows for name in row.split("|")[1].split(", ")]
 
 
+@pytest.mark.long
 def test_layers_of_pyg():
     """No table of classes says which layers are simple: what they do with their edges does."""
     rows = rows_of("PyG", pytest.importorskip("torch_geometric").__version__)
@@ -30,6 +31,7 @@ def test_layers_of_pyg():
     assert sorted(names_of(rows)) == sorted({*table.pyg_convs.__all__} - {"MessagePassing"})
 
 
+@pytest.mark.long
 def test_layers_of_dgl():
     rows = rows_of("DGL", pytest.importorskip("dgl").__version__)
     from . import dgl_layer_table as table

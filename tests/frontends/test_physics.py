@@ -181,8 +181,19 @@ CALLS = {**dict.fromkeys(DICTS, with_dict), **dict.fromkeys(COMPILED, with_argum
 IN_OTHER_MODES = [(name, 3, mode) for name in ("a dict, and one returned", "both") for mode in ("halo", "keep")]
 
 
+SLOW = ("torch.compile",)
+
+
 @pytest.mark.parametrize(
-    ("name", "ranks", "mode"), [*((name, ranks, "sar") for name in CALLS for ranks in RANKS), *IN_OTHER_MODES]
+    ("name", "ranks", "mode"),
+    [
+        *(
+            pytest.param(name, ranks, "sar", marks=[pytest.mark.long] * (name in SLOW))
+            for name in CALLS
+            for ranks in RANKS
+        ),
+        *IN_OTHER_MODES,
+    ],
 )
 def test_as_one_process(name, ranks, mode):
     check({**DICTS, **COMPILED}[name], CALLS[name], ranks, options=sp.Options(mode=mode))
@@ -291,7 +302,7 @@ def trained(net, mesh, comm):
     return torch.tensor(losses), gradients, heat if comm is None else mesh.whole(heat)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", [1, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_mesh_graph_nets(ranks, mesh_net):
     data = mesh_net.heat_on_a_mesh(6, 20)
     expected = trained(mesh_net, data, None)

@@ -114,6 +114,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_script_that_sequential_imports_again_and_that_compiles_what_calls_a_model(tmp_path):
     """It does not wait for itself; edges are refused in words, in a process in which torch has not given up before."""

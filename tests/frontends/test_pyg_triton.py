@@ -84,8 +84,9 @@ def test_models_equal_the_whole_graph(triton_device, made, options):
     assert_exact(model, graph, call, sp.pyg.wrap, ranks=2, modes=(chosen.mode,), owners=owners, options=chosen)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ranks", "options", "dropout"), [
-    (1, "push", 0.5), (2, "pull", 0.0), pytest.param(2, "push", 0.0, marks=pytest.mark.long),
+    (1, "push", 0.5), (2, "pull", 0.0), (2, "push", 0.0),
 ])  # fmt: skip
 def test_the_order_of_programs_changes_no_bit(any_order, ranks, options, dropout, monkeypatch):
     """Nor is anything lost: the kernels of the CPU, whose factors of dropout are the same, find the same gradients."""
@@ -116,6 +117,7 @@ def test_the_order_of_programs_changes_no_bit(any_order, ranks, options, dropout
         torch.testing.assert_close(mine, other, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.long
 def test_a_profiler_compile_and_gradcheck_see_the_kernels(triton_device):
     """Kernels are no operators of torch: only functions of autograd call them, which `torch.compile` leaves alone."""
     if triton_device.type == "cuda":

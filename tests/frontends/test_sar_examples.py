@@ -49,6 +49,7 @@ def partitions(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path
     return of
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("example, launcher, ranks", CASES)
 def test_examples(example: str, launcher: str, ranks: int, partitions: Callable[[int], Path], tmp_path: Path) -> None:
     if launcher.startswith("mpirun") and why_no_mpi():

@@ -69,13 +69,14 @@ def test_a_step_takes_few_operations(name: str) -> None:
     torch.testing.assert_close(mine(), pyg())
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
         (2, ["GCN", "GATv2", "GINE"]),
-        pytest.param(1, [*LAYERS, *OF_POSITIONS], marks=pytest.mark.long),
-        pytest.param(3, [*LAYERS, *OF_POSITIONS], marks=pytest.mark.long),
+        (1, [*LAYERS, *OF_POSITIONS]),
+        (3, [*LAYERS, *OF_POSITIONS]),
     ],
 )
 def test_a_step_waits_for_no_device(ranks: int, names: list[str]) -> None:

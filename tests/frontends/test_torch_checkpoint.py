@@ -86,6 +86,7 @@ def tables(comm, path):
     return differs, ""
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_next_steps_are_those_without_a_break(tmp_path: Path) -> None:
@@ -96,6 +97,7 @@ def test_the_next_steps_are_those_without_a_break(tmp_path: Path) -> None:
     assert resumed(sp.connect(), path) == pytest.approx(expected, abs=1e-6), "on another number of ranks"
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_table_with_rows_of_each_rank_wants_our_checkpoint(tmp_path: Path) -> None:
     """torch takes one name for one tensor, so it keeps the rows of one rank."""

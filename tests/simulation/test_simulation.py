@@ -46,7 +46,7 @@ def problems_of(seeds, **settings):
     return found
 
 
-@pytest.mark.parametrize("shard", [0, 1, *(pytest.param(shard, marks=pytest.mark.long) for shard in (2, 3))])
+@pytest.mark.parametrize("shard", [1, *(pytest.param(shard, marks=pytest.mark.long) for shard in (0, 2, 3))])
 def test_seeds(shard):
     assert problems_of(range(shard, DEFAULT_SEEDS, 4)) == []
 
