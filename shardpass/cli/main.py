@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from typing import Any
 
 from shardpass.errors import MissingDependencyError, require
@@ -26,6 +27,7 @@ def main() -> None:
     for name, value in CHEAP_TENSORS.items():  # torch reads the first when it makes its first tensor
         os.environ.setdefault(name, value)
     reuse_memory()
+    warnings.formatwarning = _warning
     try:
         code = get_command(app).main(prog_name="shardpass", standalone_mode=False)
     except Exception as error:
@@ -36,6 +38,12 @@ def main() -> None:
         print(sentence, file=sys.stderr, flush=True)
         raise SystemExit(2) from None
     raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: Any = None) -> str:
+    """A warning as the command tells it: what is of the user's data has no line of ours."""
+    place = "" if issubclass(category, UserWarning) else f"{filename}:{lineno}: {category.__name__}: "
+    return f"Warning: {place}{message}\n"
 
 
 def _misuse(error: Any) -> str:

@@ -2,8 +2,10 @@
 
 import re
 import sys
+import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import typer
@@ -55,6 +57,28 @@ def test_a_failing_rank_of_the_command_is_one_sentence(store: Path, monkeypatch:
     monkeypatch.delenv("SHARDPASS_DEBUG", raising=False)
     monkeypatch.setattr("shardpass.cli.training.TrainingRun.step", fail)
     assert "RuntimeError: expected m1" in refused("train", store, "--ranks", 2, "--epochs", 1)
+
+
+@pytest.fixture(autouse=True)
+def format_of_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`main` is a process of its own, and says for all of it how warnings look."""
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+
+
+def test_a_warning_of_the_data_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "edges.npy", np.array([[0], [1]]))
+    words = f"partition {tmp_path}/edges.npy {tmp_path}/parts --num-nodes 2 --parts 3 --method range"
+    monkeypatch.setattr(sys, "argv", ["shardpass", *words.split()])
+    with warnings.catch_warnings(), pytest.raises(SystemExit) as ended:
+        warnings.simplefilter("default")
+        monkeypatch.setattr(
+            warnings, "showwarning", lambda *found: sys.stderr.write(warnings.formatwarning(*found[:4]))
+        )
+        main()
+    told = capsys.readouterr().err
+    assert ended.value.code == 0 and told.startswith("Warning: the graph is written, but:\n1 of 3 parts have no node")
 
 
 @pytest.mark.parametrize(
