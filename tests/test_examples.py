@@ -137,6 +137,7 @@ def test_groups(launcher: str, groups: int, folder: Path) -> None:
     assert [(int(of), float(accuracy) > 0.97) for of, accuracy in found] == [(groups, True)] * groups
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("launcher", "ranks"),
     [("python", 1), pytest.param("torchrun", 2, marks=[pytest.mark.processes, pytest.mark.long])],
@@ -188,6 +189,7 @@ def test_profiling(launcher: str, ranks: int, folder: Path) -> None:
     assert ends[0] and ends[0] == ends[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("launcher", "ranks"),
     [("python", 1), pytest.param("torchrun", 2, marks=[pytest.mark.processes, pytest.mark.long])],
@@ -208,6 +210,7 @@ def test_sweep(launcher: str, ranks: int, folder: Path) -> None:
         assert read[-1].value == pytest.approx(float(accuracy), abs=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("launcher", "ranks"),
     [("python", 1), pytest.param("mpirun", 4, marks=[pytest.mark.mpi, pytest.mark.long])],

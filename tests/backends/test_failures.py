@@ -76,6 +76,7 @@ def test_abort():
     assert ended.text.count("rank 1 failed first: the loss is nan") >= 2, ended.text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("launcher", on("bare", later=["mpirun"]))
 def test_a_slow_rank_is_waited_for_and_a_clean_end_is_silent(launcher):
     ended = launch(launcher, 2, "slow", SLOW_SECONDS="2.5")

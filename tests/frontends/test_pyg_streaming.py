@@ -125,7 +125,7 @@ def step(comm, kind, options, places):
     return [t.cpu() for t in tensors if t is not None]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind != "GAT")) for kind in KINDS])
 def test_no_operation_takes_tensors_of_both_places(kind, monkeypatch):
     (expected,) = run(step, 1, args=(kind, sp.Options(), None))
     for kernel in (cpu, fused, heads):

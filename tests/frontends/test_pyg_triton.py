@@ -59,16 +59,8 @@ OPTIONS = {
 }
 
 
-BY_DEFAULT = {("push", GAT), ("keep", Others)}  # the test of orders below has a pull
-
-
-@pytest.mark.parametrize(
-    ("options", "made"),
-    [
-        pytest.param(*each, marks=[] if each in BY_DEFAULT else pytest.mark.long)
-        for each in itertools.product(OPTIONS, [GAT, Others])
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("options", "made"), [*itertools.product(OPTIONS, [GAT, Others])])
 def test_models_equal_the_whole_graph(triton_device, made, options):
     if triton_device.type == "cuda":
         pytest.skip("ranks that are threads have tensors on the CPU")

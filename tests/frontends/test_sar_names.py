@@ -141,6 +141,7 @@ ctypes.PyDLL(None).sleep(30)  # as MPI does while it starts and waits for the ot
 """
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_rank_0_is_found_while_it_holds_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAR_SOCKET_NAME", "lo")

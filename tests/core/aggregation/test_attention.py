@@ -71,6 +71,7 @@ def test_loops_equal_a_dense_softmax(loops, most, drops, is_double):
     equal_a_dense_softmax(400, most, drops, dtype, bound, "cpu")
 
 
+@pytest.mark.long
 def test_triton_equals_a_dense_softmax(triton_device):
     """In chunks; test_triton_matrix.py has the shapes and dtypes."""
     equal_a_dense_softmax(90, 40, True, torch.float64, 1e-12, triton_device)

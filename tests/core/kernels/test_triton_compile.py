@@ -79,9 +79,10 @@ EVERY = [(dtype, index, capability, width)
          for width, index in (("1", "i32"), (("64", "257")[number % 2], "i64"))]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "dtype, index, capability, width",
-    [("fp32", "i32", "80", "32"), *(pytest.param(*one, marks=pytest.mark.long) for one in EVERY)],
+    [("fp32", "i32", "80", "32"), *EVERY],
 )
 def test_kernels_compile_for_a_gpu(dtype, index, capability, width, pytestconfig) -> None:
     pytest.importorskip("triton.backends.nvidia")
