@@ -7,9 +7,9 @@ A random split of 60, 20 and 20 percent of the nodes. Models and settings are th
 baselines" (Luo et al., NeurIPS 2024) for amazon computers: layers with LayerNorm, ReLU and dropout, a linear map at the
 end; Adam, learning rate 0.001, weight decay 5e-5. Ways: the whole graph on 1 or 4 ranks; PyG's NeighborLoader in one
 process ("sampled pyg"; it needs pyg-lib or torch-sparse), and the sampler of this package ("sampled ours").
-Sampling has the better of two learning rates and of two fanouts, by validation. Each way runs until its CPU seconds,
-summed over ranks and without evaluation, are used up. All are evaluated by exact inference. The test accuracy is that
-of the best validation so far. Writes a JSON file and a picture into the folder of reports.
+Each way has the better of two learning rates, by validation, and sampling the better of two fanouts too. It runs until
+its CPU seconds, summed over ranks and without evaluation, are used up. All are evaluated by exact inference. The test
+accuracy is that of the best validation so far. Writes a JSON file and a picture into the folder of reports.
 """
 
 from __future__ import annotations
@@ -195,12 +195,12 @@ def report(name: str, kind: str, seconds: float, runs: list[Record]) -> str:
 
 
 def runs_of(folder: str, data: Data, kind: str, ways: list[str], seconds: float) -> Iterator[Record]:
-    """The curve of each way; of sampling, the one with the best validation."""
+    """The curve of each way; of its settings, the one with the best validation."""
     torch.save(data, f"{folder}/data.pt")
     for way in ways:
         ranks = int(way.split()[1]) if way.startswith("whole") else 1
         sp.partition(data, f"{folder}/parts", ranks, "kaminpar", overwrite=True)
-        settings = [*product(RATES, FANOUTS)] if way.startswith("sampled") else [(RATES[0], 0)]
+        settings = [*product(RATES, FANOUTS if way.startswith("sampled") else (0,))]
         tried = [
             sp.spawn(train, ranks, "processes", args=(folder, kind, way, *setting, seconds))[0] for setting in settings
         ]

@@ -32,13 +32,14 @@ from shardpass.core.ranks import (
 )
 from shardpass.core.training import cross_entropy
 from shardpass.errors import NeedsHaloError, PeerFailure, RefusedError
-from shardpass.planning.sizes import GraphCounts, sizes_of
+from shardpass.planning.sizes import GraphCounts, rows_spared, sizes_of
 
 GraphSource = str | os.PathLike[str] | GraphCounts
 ModelCall = Callable[[nn.Module, ShardedGraph], Any]
 Loss = Callable[[Any, ShardedGraph], Tensor]
 
 _CALL = "plan(model, graph, ranks, modes)"
+_LEAST_SPARED = 0.05  # of the rows
 _MOST_DOUBLINGS = 5
 _MOST_RANKS = 4096  # a dry run has some edges for each
 _LEAST: Mode = "sar"  # the mode that needs the least memory
@@ -56,6 +57,7 @@ class Plan:
         given: the options that the plan was made with.
         per_host: how many ranks share the memory of a host.
         at_random: whether some estimate is of random parts of random edges, since no store or fractions say better.
+        spared: the share of the rows of a layer that partial sums spare on the ranks of the best estimate, if known.
     """
 
     rows: list[Estimate]
@@ -65,6 +67,7 @@ class Plan:
     given: Options = field(default_factory=Options)
     per_host: int = 1
     at_random: bool = False
+    spared: float = 0.0
 
     @property
     def best(self) -> Estimate | None:
@@ -76,12 +79,22 @@ class Plan:
     def options(self) -> Options:
         """The options that the plan was made with, in the mode of the best estimate: pass them to `load`.
 
+        Partial sums are taken between hosts if they spare some of the rows, and what they copy fits the budget: own
+        rows of each layer, at most as much as the activations.
+
         Raises:
             RefusedError: nothing fits the budget.
         """
         if self.best is None:
             raise RefusedError(self.verdict)
-        return replace(self.given, mode=self.best.mode, memory_budget=None)
+        partial_sums = self.given.partial_sums or self._sends_sums
+        return replace(self.given, mode=self.best.mode, memory_budget=None, partial_sums=partial_sums)
+
+    @property
+    def _sends_sums(self) -> bool:
+        if self.best is None or self.spared < _LEAST_SPARED or self.per_host >= self.best.ranks:
+            return False
+        return self.budget is None or self.best.peak + self.best.terms["activations"] <= self.budget
 
     def on(self, ranks: int, mode: Mode) -> Estimate:
         """The estimate for a number of ranks and a mode.
@@ -103,7 +116,13 @@ class Plan:
         if self.best is not None:
             best = self.best
             within = f" of {bytes_text(self.budget)}" if self.budget is not None else ""
-            return f"Take {_ranks(best.ranks)} in mode {best.mode}: {bytes_text(best.peak)}{within} per rank."
+            taken = f"Take {_ranks(best.ranks)} in mode {best.mode}: {bytes_text(best.peak)}{within} per rank."
+            if self._sends_sums:
+                taken += (
+                    f" With partial sums, which plan.options takes, layers that sum fetch {self.spared:.0%} fewer rows "
+                    f"between hosts, and hold up to {bytes_text(best.terms['activations'])} more."
+                )
+            return taken
         assert self.budget is not None
         text = (
             f"Nothing fits {bytes_text(self.budget)} per rank. The smallest is {bytes_text(smallest.peak)}, on "
@@ -263,6 +282,8 @@ class _Planner:
                     self.progress(done, len(ranks) * len(modes))
         is_guess = isinstance(self.graph, GraphCounts) and None in (self.graph.cut_fraction, self.graph.halo_fraction)
         planned = Plan(rows, budget, left_out, given=self.options, per_host=self.per_host, at_random=is_guess)
+        if planned.best is not None and self.per_host < planned.best.ranks:
+            planned = replace(planned, spared=rows_spared(self.graph, planned.best.ranks))
         if budget is None or planned.best is not None or _LEAST in left_out or not rows:
             return planned
         larger = self._first_that_fits(max(ranks), budget)
@@ -296,6 +317,7 @@ def _plan_on_first_rank(comm: Ranks, planner: _Planner, modes: Iterable[Mode], b
             made = planner.plan([comm.size], modes, budget)
             larger = None if made.larger is None else asdict(made.larger)
             mine = {"rows": [asdict(row) for row in made.rows], "left_out": made.left_out, "larger": larger}
+            mine["spared"] = made.spared
         except Exception as error:  # whatever the model raises: the other ranks are waiting
             comm.all_gather_object({"problem": f"{type(error).__name__}: {error}"}, "plan: estimates")
             raise
@@ -303,7 +325,7 @@ def _plan_on_first_rank(comm: Ranks, planner: _Planner, modes: Iterable[Mode], b
     if "problem" in found:
         raise PeerFailure(f"rank 0 could not make the plan: {found['problem']}")
     rows, fits = [Estimate(**row) for row in found["rows"]], found["larger"] and Estimate(**found["larger"])
-    return Plan(rows, budget, found["left_out"], fits, planner.options, planner.per_host, bool(fits))
+    return Plan(rows, budget, found["left_out"], fits, planner.options, planner.per_host, bool(fits), found["spared"])
 
 
 def _training(

@@ -10,8 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from shardpass.core.dryrun import EdgeSizes, Field, NodeSizes, RankSizes
+from shardpass.core.exchange import can_cover
 from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType
-from shardpass.data import FieldInfo, Manifest, inspect, open_store
+from shardpass.data import FieldInfo, Manifest, inspect, inspect_pairs, open_store
+
+_MOST_CUT_EDGES = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,19 @@ def sizes_of(graph: str | os.PathLike[str] | GraphCounts, ranks: int, beyond_par
             for kind, own in edges.items()
         },
     )
+
+
+def rows_spared(graph: str | os.PathLike[str] | GraphCounts, ranks: int) -> float:
+    """The share of the rows of a layer that ranks need not fetch with partial sums; 0 if it is unknown.
+
+    It is unknown of counts, without SciPy, and of so many cut edges that to count would take minutes.
+    """
+    if ranks == 1 or isinstance(graph, GraphCounts) or not can_cover():
+        return 0.0
+    if ranks > open_store(graph).num_parts or inspect(graph, ranks).num_cut_edges > _MOST_CUT_EDGES:
+        return 0.0
+    halo, fewest = inspect_pairs(graph, ranks)
+    return 1 - float(fewest.sum()) / max(1, int(halo.sum()))
 
 
 def _expected(

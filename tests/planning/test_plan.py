@@ -78,6 +78,24 @@ def test_a_plan_says_that_it_assumes_random_parts():
         assert ("Edges between random nodes in random parts are assumed" in str(found)) == is_said
 
 
+def test_partial_sums_are_taken_between_hosts_where_they_spare_rows(tmp_path):
+    src, dst = torch.arange(600).remainder(300), torch.arange(600).remainder(2) + 300  # 300 rows, or two sums
+    data = {"edge_index": torch.stack([src, dst]), "x": torch.rand(400, 8), "y": torch.arange(400) % 3}
+    data["train_mask"] = data["y"] > 0
+    sp.partition(data, tmp_path / "store", 2, assignment=(torch.arange(400) >= 300).long())
+    model = GraphSAGE(8, 16, 2, 3)
+    found = sp.plan(model, tmp_path / "store", ranks=[2], modes=["sar"])
+    assert found.spared == 1 - 2 / 300 and found.options.partial_sums
+    assert "layers that sum fetch 99% fewer rows between hosts" in str(found)
+    more = found.best.peak + found.best.terms["activations"]
+    assert replace(found, budget=more).options.partial_sums
+    assert not replace(found, budget=more - 1).options.partial_sums  # what they copy has no room
+    together = sp.plan(model, tmp_path / "store", ranks=[2], modes=["sar"], ranks_per_host=2)
+    for other in (together, replace(found, spared=0.04)):
+        assert not other.options.partial_sums and "partial sums" not in str(other)
+    assert sp.plan(gat(), COUNTS, ranks=[2], modes=["sar"]).spared == 0.0
+
+
 def test_nothing_fits_is_said_with_what_would():
     found = sp.plan(gat(), COUNTS, ranks=[2], modes=["keep"], budget="90MiB")
     assert found.best is None and found.larger is not None and found.larger.peak <= 90 << 20
