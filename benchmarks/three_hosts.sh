@@ -17,7 +17,7 @@ for host in 0 1 2; do
         $in_host tc qdisc add dev net root tbf rate $RATE burst 64kb latency 400ms
     fi
 done
-NAMESPACES="${namespaces[*]}" WORLD_SIZE=3 MASTER_ADDR=10.9.0.10 MASTER_PORT=29400 GLOO_SOCKET_IFNAME=net "$@" &
+NAMESPACES="${namespaces[*]}" WORLD_SIZE=3 MASTER_ADDR=10.9.0.10 MASTER_PORT=29400 "$@" &
 job=$!
 if [ "$LOST" ]; then
     until [ -e "$FAULT" ]; do sleep 0.1; done

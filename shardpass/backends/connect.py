@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from datetime import timedelta
 from time import monotonic, sleep
@@ -15,7 +16,15 @@ from shardpass.backends.base import BaseCommunicator
 from shardpass.backends.communicator import Communicator
 from shardpass.backends.ending import end_all_on_exception, launcher
 from shardpass.backends.environment import Launch, detect, local_rank
-from shardpass.backends.hosts import machine, usable_cores
+from shardpass.backends.hosts import (
+    address_towards,
+    chosen_interface,
+    interface_of,
+    is_loopback,
+    machine,
+    network_space,
+    usable_cores,
+)
 from shardpass.backends.local import LocalCommunicator
 from shardpass.backends.mpi import MpiCommunicator
 from shardpass.backends.primitives import DEFAULT_TIMEOUT
@@ -194,11 +203,38 @@ def _init_default_group(launch: Launch, device: torch.device, timeout: float, li
             "connect(backend='torch_distributed') needs a process group (torch.distributed.init_process_group) or the "
             "variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets"
         )
-    store = dist.PrefixStore("shardpass default group", _meet(launch, limit))
+    met = _meet(launch, limit)
+    _choose_interface(met, launch)
+    store = dist.PrefixStore("shardpass default group", met)
     name = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
-    dist.init_process_group(
-        name, store=store, rank=launch.rank, world_size=launch.size, timeout=timedelta(seconds=max(limit, timeout))
-    )
+    from shardpass.backends.torch_distributed import cannot_connect, set_timeout
+
+    try:
+        dist.init_process_group(
+            name, store=store, rank=launch.rank, world_size=launch.size, timeout=timedelta(seconds=limit)
+        )
+    except RuntimeError as error:
+        raise cannot_connect(error, launch.rank, launch.size, limit) from error
+    set_timeout(max(limit, timeout))
+
+
+def _choose_interface(store: dist.Store, launch: Launch) -> None:
+    """Tell gloo which interface reaches other hosts, unless GLOO_SOCKET_IFNAME does.
+
+    By itself it takes the one of the host's name, which is often an address of the loopback interface. Rank 0 of
+    several hosts may know itself by such a name too, so it looks where the others are.
+    """
+    if chosen_interface():
+        return
+    address, here = address_towards(launch.host), network_space()
+    store.set(f"host {launch.rank}", json.dumps([here, address]))
+    for rank in range(launch.size):
+        there, other = json.loads(store.get(f"host {rank}"))
+        if there != here:
+            way = address if is_loopback(other) else address_towards(other)
+            if way and not is_loopback(way) and (interface := interface_of(way)):
+                os.environ["GLOO_SOCKET_IFNAME"] = interface
+            return
 
 
 def _meet(launch: Launch, limit: float) -> dist.Store:

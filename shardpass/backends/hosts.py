@@ -98,6 +98,27 @@ def own_addresses() -> list[str]:
     return [address for address in dict.fromkeys(found) if only or not address.startswith(("127.", "::1", "fe80"))]
 
 
+def address_towards(host: str) -> str:
+    """The address of this host on the way to `host`; empty if there is no way. Nothing is sent."""
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def interface_of(address: str) -> str:
+    """The network interface with an IPv4 address; empty if there is none."""
+    return next((name for _, name in socket.if_nameindex() if address in addresses_of(name)), "")
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address is one at which a host reaches itself alone."""
+    return address.startswith(("127.", "::1"))
+
+
 def addresses_of(interface: str) -> list[str]:
     """The IPv4 address of a network interface of this host; empty if it has none."""
     if sys.platform != "linux":

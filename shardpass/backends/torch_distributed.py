@@ -74,9 +74,22 @@ def _transport_errors() -> Iterator[None]:
 
 
 def gloo_words(error: RuntimeError) -> str:
-    """The first sentence of an error of gloo, without the place in its source."""
-    text = re.sub(r"^\[[^\]]*\.cc:\d+\] *", "", str(error).splitlines()[0])
+    """The first sentence of an error of gloo, without places in its source."""
+    text = re.sub(r"\[[^\]]*\.(cc|h):\d+\] *", "", str(error).splitlines()[0])
     return re.split(r"\. (?=This is|Check)", text)[0]
+
+
+def cannot_connect(error: RuntimeError, rank: int, size: int, limit: float) -> CommunicationError:
+    """What to raise where gloo could not connect the ranks of a group."""
+    return CommunicationError(
+        f"rank {rank} could not connect with the other {size - 1} ranks of the group within {limit:.0f} s: "
+        f"{gloo_words(error)}. Set GLOO_SOCKET_IFNAME to the network interface that reaches them"
+    )
+
+
+def set_timeout(seconds: float) -> None:
+    """From now on, so long a collective of the default group may take."""
+    distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
 
 
 class _Job:
@@ -141,11 +154,7 @@ class TorchCommunicator(WatchedCommunicator):
             job = _Job(members, rank, connect_timeout, owns_default)
             comm = cls(job, torch.device(device), job.name)
         except RuntimeError as error:
-            raise CommunicationError(
-                f"rank {rank} could not connect with the other {len(members) - 1} ranks of the group within "
-                f"{connect_timeout:.0f} s: {gloo_words(error)}. Set GLOO_SOCKET_IFNAME to the network "
-                f"interface that reaches them"
-            ) from error
+            raise cannot_connect(error, rank, len(members), connect_timeout) from error
         comm.timeout = timeout
         comm.watch_over(connect_timeout, host_timeout)
         direct = direct or comm._direct_backend()

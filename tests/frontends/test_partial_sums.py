@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 import torch_geometric.nn as gnn
+from backends.launchers import needs_mpi
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardpass as sp
+from benchmarks.jobs import mpirun_command
+from shardpass.cli.launch import launcher_environment
 from shardpass.core.aggregation import partial_sums
 from shardpass.core.exchange import minimum_cover
 from shardpass.testing import WholeGraph, awkward_graph, cotangent, evaluate_whole, run, shard_in_memory
@@ -102,18 +108,42 @@ def test_models_are_exact(name: str, mode: Any, made: list[Any]) -> None:
     assert made and all(one.is_worth_it for one in made)
 
 
+def every_expected() -> dict[str, Any]:
+    return {name: of_whole(graph_with_hubs(), name) for name in MODELS}
+
+
+def are_exact(comm: Any, every: dict[str, Any]) -> None:
+    """Every model in every mode. It runs on each rank, under mpirun too."""
+    whole, wrong = graph_with_hubs(), {}
+    for name, expected in every.items():
+        for mode in ("sar", "keep", "halo"):
+            options = sp.Options(mode=mode, share_memory=False, partial_sums=True)
+            error, *_ = train(comm, whole, name, expected, options)
+            if not error < 1e-12:
+                wrong[f"{name}, {mode}"] = error
+    assert wrong == {}
+    print(f"rank {comm.rank} of {comm.size} is exact", flush=True)
+
+
 @pytest.mark.long
 @pytest.mark.processes
-@pytest.mark.parametrize("backend", ["processes", "mpi"])
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_processes_are_exact(ranks: int, backend: Any) -> None:
-    whole = graph_with_hubs()
-    for name in MODELS:
-        expected = of_whole(whole, name)
-        for error, *_ in run(
-            train, ranks, backend, args=(whole, name, expected, sp.Options(share_memory=False, partial_sums=True))
-        ):
-            assert error < 1e-12
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_ranks_of_every_number_are_exact(ranks: int, backend: Any) -> None:
+    run(are_exact, ranks, backend, args=(every_expected(),))
+
+
+@pytest.mark.long
+@pytest.mark.mpi
+@needs_mpi
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_ranks_of_mpi_are_exact(ranks: int) -> None:
+    program = f"import shardpass as sp; from {__name__} import *; are_exact(sp.connect(), every_expected())"
+    env = {**launcher_environment(), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [*mpirun_command(ranks), sys.executable, "-c", program]
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=480)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert all(f"rank {rank} of {ranks} is exact" in ended.stdout for rank in range(ranks))
 
 
 @pytest.mark.parametrize("name", ["SAGE", "GCN"])

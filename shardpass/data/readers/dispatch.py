@@ -43,7 +43,7 @@ def read(
     """The graph in `data`, checked, with its original node ids and edge order.
 
     Args:
-        data: a PyG `Data` or `HeteroData`, a `DGLGraph`, the path of an `.npz` (see `read_npz`) or of the `.json` of a
+        data: a PyG `Data` or `HeteroData`, a `DGLGraph`, the path of an `.npz` or of the `.json` of a
             DGL partition (see `read_dgl_partition`), a dict of arrays (see `read_mapping`) or a `RawGraph`. All fields
             are kept; one that can be placed nowhere is an error.
         drop: names of fields to leave out.
