@@ -20,7 +20,7 @@ import torch_geometric.nn as gnn
 from torch_geometric.data import Data
 
 import shardpass as sp
-from shardpass.errors import DivergenceError
+from shardpass.errors import DivergenceError, RefusedError
 from shardpass.testing import (
     awkward_graph,
     awkward_hetero_graph,
@@ -291,6 +291,27 @@ def test_what_is_refused(comm, tmp_path):
         sp.infer(pooled, graph, tmp_path / "a.npy")
     with pytest.raises(OSError, match="is a folder"):
         sp.infer(pooled, graph, tmp_path, overwrite=True)
+
+
+@on_ranks(1)
+def test_rows_in_the_original_order_are_refused(comm, tmp_path):
+    data = {"edge_index": GRAPH.edge_index, "x": GRAPH.node["x"]}
+    sp.partition(data, tmp_path / "store", 2, assignment=torch.arange(GRAPH.num_nodes) % 2)
+    graph, model = sp.load(tmp_path / "store", comm), sp.pyg.wrap(Net().double(), comm)
+    with pytest.raises(RefusedError, match="field 'x' in the order of the original graph"):
+        sp.infer(model, graph, tmp_path / "a.npy", GRAPH.node["x"], graph)
+    assert [file.name for file in tmp_path.iterdir()] == ["store"]
+
+
+@on_ranks(1)
+def test_arguments_that_the_model_does_not_take(comm, tmp_path):
+    class OfDGL(nn.Module):
+        def forward(self, g, x):
+            return g.local_scope()
+
+    graph = shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.long), comm, sp.Options())
+    with pytest.raises(TypeError, match=r"called OfDGL\(graph.x, graph\), which failed: .*local_scope.*for one of DGL"):
+        sp.infer(sp.pyg.wrap(OfDGL(), comm, check=False), graph, tmp_path / "a.npy")
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ import itertools
 import os
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from .on_ranks import share
 
 pytest.importorskip("scipy")
 WIDTH = 4
+SEEDING = threading.Lock()  # ranks that are threads draw from one generator
 STEPS = 4
 
 
@@ -75,8 +77,7 @@ def train(
 ) -> tuple[float, list[int], Tensor]:
     """The largest error of all steps, the bytes that each has sent, and the last gradients."""
     graph = share(whole, comm, **vars(options))
-    torch.manual_seed(0)
-    model, errors, sent = sp.pyg.wrap(MODELS[name]().double(), comm), [0.0], []
+    model, errors, sent = sp.pyg.wrap(made_of(name), comm), [0.0], []
     for _ in range(STEPS):
         model.zero_grad()
         x, before = graph.x.detach().clone().requires_grad_(), comm.bytes_sent
@@ -89,11 +90,14 @@ def train(
     return max(errors), sent, x.grad
 
 
+def made_of(name: str) -> nn.Module:
+    with SEEDING:
+        torch.manual_seed(0)
+        return MODELS[name]().double()
+
+
 def of_whole(whole: WholeGraph, name: str) -> Any:
-    torch.manual_seed(0)
-    return evaluate_whole(
-        MODELS[name]().double(), whole, lambda m, i, g: m(i["x"], getattr(g, "edge_index", g), i["w"])
-    )
+    return evaluate_whole(made_of(name), whole, lambda m, i, g: m(i["x"], getattr(g, "edge_index", g), i["w"]))
 
 
 @pytest.mark.parametrize(("name", "mode"), one_each(MODELS))

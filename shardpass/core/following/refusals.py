@@ -67,8 +67,12 @@ def check_plain(origin: Origin | None, tensor: Tensor, dim: int, of: RowSet) -> 
         raise refusal(f"a parameter or buffer of shape {[*tensor.shape]} has an entry for each of the {of.name}", STATE)
     if origin == Origin.NUMBERS or (origin != Origin.FREE and not repeats_one_row(tensor, dim)):
         raise refusal(
-            f"a tensor of shape {[*tensor.shape]} differs from row to row of the {of.name}, and the model made it from "
-            f"their numbers",
+            f"a tensor of shape {[*tensor.shape]} differs from row to row of the {of.name}, and "
+            + (
+                "the model made it from their numbers"
+                if origin == Origin.NUMBERS
+                else "is made of no field of the graph"
+            ),
             FIELD,
         )
 

@@ -376,8 +376,11 @@ def require_graph(graph: Any, call: str) -> None:
         TypeError: it is something else.
     """
     if not isinstance(graph, ShardedGraph):
+        remedy = " (keep both: graph = shardpass.load(...), and g = shardpass.dgl.graph(graph))" * hasattr(
+            graph, "core"
+        )
         raise TypeError(
-            f"{call}: `graph` must be what shardpass.load or shard returned, but got {type(graph).__name__}"
+            f"{call}: `graph` must be what shardpass.load or shard returned, but got {type(graph).__name__}{remedy}"
         )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shardpass.core.graphs import ShardedGraph, require_graph
+from shardpass.core.graphs import ShardedGraph, refuse_original_order, require_graph
 from shardpass.core.inference.deferred import Deferral, DeferredRows, block_of, whole
 from shardpass.core.inference.fingerprint import argument_lines, model_lines
 from shardpass.core.inference.journal import Journal
@@ -77,6 +77,8 @@ def infer(
         FileExistsError: the file exists. (All errors here are raised on every rank.)
         ValueError: the model is not wrapped, or does not return rows of own nodes; or the ending of `path` is neither.
         DivergenceError: the model differs between ranks, as when some of them loaded weights after `wrap`.
+        RefusedError: an argument is a field of the graph, but in the order of the original nodes.
+        TypeError: the model does not take the default arguments.
         OSError: a rank cannot write.
         MissingDependencyError: pyarrow, which writes tables, is not installed.
     """
@@ -84,12 +86,23 @@ def infer(
     if classes and target.suffix != _TABLE:
         raise ValueError(f"infer(classes=True) writes columns of a table (.parquet), and {target.name} is none")
     with ordinary_tensors():  # what stands for rows counts their changes
-        args = torch_private.tree_map(plain_of, args or (graph.x if graph.is_homogeneous else graph.x_dict, graph))
+        by_default = () if args else (graph.x if graph.is_homogeneous else graph.x_dict, graph)
+        args = torch_private.tree_map(plain_of, args or by_default)
+        refuse_original_order(args, [graph])
         refuse_unlike(model, comm)  # before what an interrupted run has left is begun anew
         fingerprint = _fingerprint(model, graph, args, tag)
         journal = Journal(target.with_name(f".{target.name}.partial"), comm, fingerprint, progress, Deferral())
         with _evaluating(model, comm, journal):
-            found = _outputs(model, graph, args, journal)
+            try:
+                found = _outputs(model, graph, args, journal)
+            except (TypeError, AttributeError) as error:
+                if not by_default:
+                    raise
+                raise TypeError(
+                    f"infer was given no arguments for the model, so it called {type(model).__name__}(graph.x, graph), "
+                    f"which failed: {error}. Pass what the model takes; for one of DGL, "
+                    f"infer(model, graph, path, g, g.ndata['x']) with g = shardpass.dgl.graph(graph)"
+                ) from error
         rows = _on_all(comm, lambda: _rows_by_type(graph, found, target, overwrite, node_type, classes))
         for file, of_type in rows.items():
             _write(graph, file, classes, *of_type)
