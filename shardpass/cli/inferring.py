@@ -169,8 +169,10 @@ def _load_weights(config: InferConfig, comm: Ranks, model: nn.Module, graph: sp.
     try:
         model.load_state_dict(state.tensors)
     except (RuntimeError, TypeError, AttributeError) as error:
-        words = " ".join(str(error).split())
-        raise ValueError(
-            f"--weights {path} does not fit the model: {words}. Give "
-            f"--model, --layers, --hidden, --heads and --batch-norm as they were in training"
-        ) from error
+        words = " ".join(str(error).split()).rstrip(".")
+        remedy = "Give --model, --layers, --hidden, --heads and --batch-norm as they were in training"
+        if all(name.startswith("module.") for name in state.tensors):
+            remedy = "DistributedDataParallel puts 'module.' before names: save model.module.state_dict()"
+        elif ":" in config.model:
+            remedy = "The function must build the model as it was in training"
+        raise ValueError(f"--weights {path} does not fit the model: {words}. {remedy}") from error

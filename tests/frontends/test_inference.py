@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import warnings
 
 import numpy as np
 import pytest
@@ -301,6 +302,21 @@ def test_rows_in_the_original_order_are_refused(comm, tmp_path):
     with pytest.raises(RefusedError, match="field 'x' in the order of the original graph"):
         sp.infer(model, graph, tmp_path / "a.npy", GRAPH.node["x"], graph)
     assert [file.name for file in tmp_path.iterdir()] == ["store"]
+
+
+@on_ranks(1)
+def test_random_numbers_are_told(comm, tmp_path):
+    class Dropped(Net):
+        def forward(self, x, edge_index):
+            return nn.functional.dropout(super().forward(x, edge_index), 0.5)
+
+    graph = share(GRAPH, comm)
+    for model, is_told in ((Net(), False), (Dropped(), True)):
+        wrapped = sp.pyg.wrap(model.double(), comm)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            sp.infer(wrapped, graph, tmp_path / "a.npy", overwrite=True)
+        assert is_told == any("drew random numbers" in str(one.message) for one in caught)
 
 
 @on_ranks(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from shardpass.core.inference.row_sources import ChangedRowsError, spans
 from shardpass.core.ranks import (
     Ranks,
     allocate,
+    are_threads,
     fail_together,
     ordinary_tensors,
     plain_of,
@@ -92,6 +94,7 @@ def infer(
         refuse_unlike(model, comm)  # before what an interrupted run has left is begun anew
         fingerprint = _fingerprint(model, graph, args, tag)
         journal = Journal(target.with_name(f".{target.name}.partial"), comm, fingerprint, progress, Deferral())
+        drawn = torch.get_rng_state()
         with _evaluating(model, comm, journal):
             try:
                 found = _outputs(model, graph, args, journal)
@@ -103,6 +106,12 @@ def infer(
                     f"which failed: {error}. Pass what the model takes; for one of DGL, "
                     f"infer(model, graph, path, g, g.ndata['x']) with g = shardpass.dgl.graph(graph)"
                 ) from error
+        if comm.rank == 0 and not are_threads(comm) and not torch.equal(drawn, torch.get_rng_state()):
+            warnings.warn(
+                "infer: the model drew random numbers in evaluation mode, as F.dropout does without "
+                "training=self.training, so its output differs from run to run",
+                stacklevel=3,
+            )
         rows = _on_all(comm, lambda: _rows_by_type(graph, found, target, overwrite, node_type, classes))
         for file, of_type in rows.items():
             _write(graph, file, classes, *of_type)
@@ -133,7 +142,7 @@ def _refuse_existing(path: Path, overwrite: bool) -> None:
         )
     refuse_irregular(path, "replaced")
     if path.exists() and not overwrite:
-        raise FileExistsError(f"{path} exists: give another name, or overwrite=True (--overwrite)")
+        raise FileExistsError(f"{path} exists: give another name, or overwrite=True")
 
 
 def _fingerprint(model: nn.Module, graph: ShardedGraph, args: tuple[Any, ...], tag: str) -> str:

@@ -51,6 +51,7 @@ from shardpass.core.ranks.own_model import (
     warn_of_unwrapped,
 )
 from shardpass.core.ranks.random import (
+    are_threads,
     decorrelate,
     derive_seed,
     draw_seed,
@@ -121,6 +122,7 @@ __all__ = [
     "agree",
     "all_reduce_sum",
     "allocate",
+    "are_threads",
     "autograd_leaves",
     "begin_call",
     "bytes_of",
