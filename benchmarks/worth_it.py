@@ -81,7 +81,7 @@ def graph_of(path: Path, seed: int) -> Data:
 def train(comm: sp.Communicator, folder: str, kind: str, way: str, rate: float, fanout: int, seconds: float) -> Record:
     """The curve of one way: after each epoch that was evaluated, what it had cost and the accuracies."""
     torch.set_num_threads(1)
-    graph: Any = sp.load(f"{folder}/parts", comm)
+    graph: Any = sp.load(f"{folder}/parts", comm, sp.Options(share_memory=False))  # as between hosts
     torch.manual_seed(0)
     model = Net(kind, graph.num_features, graph.num_classes)
     exact = sp.pyg.wrap(model, comm) if way.startswith("whole") else sp.pyg.exact(model, comm)

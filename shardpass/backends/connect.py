@@ -214,7 +214,7 @@ def _init_default_group(launch: Launch, device: torch.device, timeout: float, li
             name, store=store, rank=launch.rank, world_size=launch.size, timeout=timedelta(seconds=limit)
         )
     except RuntimeError as error:
-        raise cannot_connect(error, launch.rank, launch.size, limit) from error
+        raise cannot_connect(error, launch.rank, launch.size) from error
     set_timeout(max(limit, timeout))
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from shardpass.backends.failure import Failure, TransportLostError, TransportTimeoutError
-from shardpass.backends.hosts import machine
+from shardpass.backends.hosts import chosen_interface, machine
 from shardpass.backends.identity import MessageKey, SlotTable, SlotUse
 from shardpass.backends.primitives import DEFAULT_TIMEOUT, Pending
 from shardpass.backends.watch import DEFAULT_HOST_TIMEOUT, WatchedCommunicator
@@ -79,11 +79,13 @@ def gloo_words(error: RuntimeError) -> str:
     return re.split(r"\. (?=This is|Check)", text)[0]
 
 
-def cannot_connect(error: RuntimeError, rank: int, size: int, limit: float) -> CommunicationError:
+def cannot_connect(error: RuntimeError, rank: int, size: int) -> CommunicationError:
     """What to raise where gloo could not connect the ranks of a group."""
+    remedy = "Set GLOO_SOCKET_IFNAME to the network interface that reaches them"
+    if chosen_interface():
+        remedy = f"Does the network interface {chosen_interface()} (GLOO_SOCKET_IFNAME) reach them? Have they ended?"
     return CommunicationError(
-        f"rank {rank} could not connect with the other {size - 1} ranks of the group within {limit:.0f} s: "
-        f"{gloo_words(error)}. Set GLOO_SOCKET_IFNAME to the network interface that reaches them"
+        f"rank {rank} could not connect with the other {size - 1} ranks of the group: {gloo_words(error)}. {remedy}"
     )
 
 
@@ -154,7 +156,7 @@ class TorchCommunicator(WatchedCommunicator):
             job = _Job(members, rank, connect_timeout, owns_default)
             comm = cls(job, torch.device(device), job.name)
         except RuntimeError as error:
-            raise cannot_connect(error, rank, len(members), connect_timeout) from error
+            raise cannot_connect(error, rank, len(members)) from error
         comm.timeout = timeout
         comm.watch_over(connect_timeout, host_timeout)
         direct = direct or comm._direct_backend()

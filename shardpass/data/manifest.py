@@ -139,7 +139,10 @@ def read_manifest(directory: Path) -> Manifest:
         )
     if not directory.is_dir():
         where = f"{directory.absolute()} on {platform.node()}"
-        raise StoreError(f"there is no directory {where}; write a store there with shardpass.partition")
+        raise StoreError(
+            f"there is no directory {where}; write a store there with shardpass.partition, or copy the one there that "
+            f"other ranks read"
+        )
     text = _read_text(path)
     try:
         document = json.loads(text)
