@@ -50,7 +50,10 @@ def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
 def figure(height: int, title: str, body: list[str]) -> str:
     """The file: its title, its colours for light and dark, a background, and what is drawn on it."""
     light, dark = (
-        "".join(f".{kind}{{fill:{pair[i]}}}" for kind, pair in COLOURS.items()) + f".edge{{stroke:{COLOURS['ink'][i]}}}"
+        "".join(
+            f".{kind}{{fill:{pair[i]}}}.line.{kind}{{fill:none;stroke:{pair[i]}}}" for kind, pair in COLOURS.items()
+        )
+        + f".edge{{stroke:{COLOURS['ink'][i]}}}"
         for i in (0, 1)
     )
     head = "<marker id='head' markerWidth='8' markerHeight='8' refX='7' refY='4' orient='auto'>"
@@ -212,12 +215,60 @@ def beside_pyg() -> str:
     return figure(466, "Memory and time of an epoch of GAT: PyG, DGL, and shardpass on one and on four ranks", body)
 
 
+WAYS = {
+    "whole 1": ("bar", "whole graph, 1 rank"),
+    "whole 4": ("ink", "whole graph, 4 ranks"),
+    "sampled ours": ("other", "samples, shardpass"),
+    "sampled pyg": ("faint", "samples, PyG"),
+}
+"""How `benchmarks.worth_it` trains: the colour of the line, and words for it."""
+LOWEST, HIGHEST = 0.8, 0.93
+
+
+def curves(top: float, title: str, found: dict[str, Any]) -> list[str]:
+    """Test accuracy at the best validation so far, over CPU seconds of all ranks."""
+    left, right, low, high = 56, WIDTH - 16, top + 190, top + 16
+
+    def place(seconds: float, accuracy: float) -> str:
+        x = left + (right - left) * min(seconds / found["seconds"], 1)
+        return f"{x:.1f},{low - (low - high) * (accuracy - LOWEST) / (HIGHEST - LOWEST):.1f}"
+
+    out = [text(WIDTH / 2, top, title, "middle", bold=True)]
+    for tick in (0.8, 0.85, 0.9):
+        x, y = place(0, tick).split(",")
+        out += [text(left - 8, float(y) + 5, f"{tick:.2f}", "end", "faint")]
+        out += [f"<line x1='{x}' y1='{y}' x2='{right}' y2='{y}' class='line faint' stroke-width='0.5'/>"]
+    for run in found["runs"]:
+        best, points = (-1.0, 0.0), []
+        for point in run["curve"]:
+            best = max(best, (point["val"], point["test"]), key=lambda pair: pair[0])
+            if best[1] >= LOWEST:
+                points.append(place(point["cpu"], best[1]))
+        out.append(f"<polyline points='{' '.join(points)}' class='line {WAYS[run['way']][0]}' stroke-width='2.5'/>")
+    return out
+
+
+def worth_it() -> str:
+    reports = MEASURED.parent
+    body, top = [], 24.0
+    for kind, words in (("sage", "GraphSAGE, 4 layers"), ("gat", "GAT, 2 layers")):
+        found = json.loads(max(reports.glob(f"worth-it-amazon-computers-{kind}-*.json")).read_text(encoding="utf-8"))
+        body += curves(top, f"{words}: test accuracy over {found['seconds']:.0f} CPU seconds", found)
+        top += 226
+    for number, (kind, words) in enumerate(WAYS.values()):
+        x, y = (20 + 260 * (number % 2), top - 6 + 26 * (number // 2))
+        body += [f"<line x1='{x}' y1='{y - 5:g}' x2='{x + 28}' y2='{y - 5:g}' class='line {kind}' stroke-width='2.5'/>"]
+        body += [text(x + 36, y, words)]
+    return figure(int(top) + 36, "Test accuracy over CPU seconds: the whole graph beside sampled neighbourhoods", body)
+
+
 FIGURES = {
     "shards.svg": shards,
     "rounds.svg": rounds,
     "softmax.svg": softmax,
     "push-and-pull.svg": push_and_pull,
     "beside-pyg.svg": beside_pyg,
+    "worth-it.svg": worth_it,
 }
 
 
