@@ -14,7 +14,7 @@ source "${VENV:-$HOME/venv}/bin/activate"
 mkdir -p "${SHARDPASS_BLACK_BOX:=$PWD/black-boxes}"
 export SHARDPASS_BLACK_BOX  # what each rank did last, if the run fails
 export SHARDPASS_CONNECT_TIMEOUT=300  # a node may take a while to start Python from a shared file system
-# export GLOO_SOCKET_IFNAME=ib0  # the interface that reaches the other nodes, if there are several
+# export GLOO_SOCKET_IFNAME=ib0  # a faster interface than the one that reaches the first node
 
 srun --mpi=none --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
     shardpass train "$@" --threads "$SLURM_CPUS_PER_TASK" --checkpoint "${CHECKPOINT:-run.ckpt}" --resume
