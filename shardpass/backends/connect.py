@@ -231,7 +231,7 @@ def _choose_interface(store: dist.Store, launch: Launch) -> None:
     for rank in range(launch.size):
         there, other = json.loads(store.get(f"host {rank}"))
         if there != here:
-            way = address if is_loopback(other) else address_towards(other)
+            way = address_towards(other) if other and not is_loopback(other) else address
             if way and not is_loopback(way) and (interface := interface_of(way)):
                 os.environ["GLOO_SOCKET_IFNAME"] = interface
             return

@@ -88,30 +88,15 @@ def infer(
     if classes and target.suffix != _TABLE:
         raise ValueError(f"infer(classes=True) writes columns of a table (.parquet), and {target.name} is none")
     with ordinary_tensors():  # what stands for rows counts their changes
-        by_default = () if args else (graph.x if graph.is_homogeneous else graph.x_dict, graph)
-        args = torch_private.tree_map(plain_of, args or by_default)
+        is_by_default = not args
+        args = args or (graph.x if graph.is_homogeneous else graph.x_dict, graph)
+        args = torch_private.tree_map(plain_of, args)
         refuse_original_order(args, [graph])
         refuse_unlike(model, comm)  # before what an interrupted run has left is begun anew
         fingerprint = _fingerprint(model, graph, args, tag)
         journal = Journal(target.with_name(f".{target.name}.partial"), comm, fingerprint, progress, Deferral())
-        drawn = torch.get_rng_state()
-        with _evaluating(model, comm, journal):
-            try:
-                found = _outputs(model, graph, args, journal)
-            except (TypeError, AttributeError) as error:
-                if not by_default:
-                    raise
-                raise TypeError(
-                    f"infer was given no arguments for the model, so it called {type(model).__name__}(graph.x, graph), "
-                    f"which failed: {error}. Pass what the model takes; for one of DGL, "
-                    f"infer(model, graph, path, g, g.ndata['x']) with g = shardpass.dgl.graph(graph)"
-                ) from error
-        if comm.rank == 0 and not are_threads(comm) and not torch.equal(drawn, torch.get_rng_state()):
-            warnings.warn(
-                "infer: the model drew random numbers in evaluation mode, as F.dropout does without "
-                "training=self.training, so its output differs from run to run",
-                stacklevel=3,
-            )
+        with _evaluating(model, comm, journal), _telling(model, comm, is_by_default):
+            found = _outputs(model, graph, args, journal)
         rows = _on_all(comm, lambda: _rows_by_type(graph, found, target, overwrite, node_type, classes))
         for file, of_type in rows.items():
             _write(graph, file, classes, *of_type)
@@ -167,6 +152,28 @@ def _evaluating(model: nn.Module, comm: Ranks, journal: Journal) -> Iterator[Non
         comm.kept_calls = None
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def _telling(model: nn.Module, comm: Ranks, is_by_default: bool) -> Iterator[None]:
+    """A block that calls the model, and tells what it was called with if that fails, and of random numbers it draws."""
+    drawn = torch.get_rng_state()
+    try:
+        yield
+    except (TypeError, AttributeError) as error:
+        if not is_by_default:
+            raise
+        raise TypeError(
+            f"infer was given no arguments for the model, so it called {type(model).__name__}(graph.x, graph), "
+            f"which failed: {error}. Pass what the model takes; for one of DGL, "
+            f"infer(model, graph, path, g, g.ndata['x']) with g = shardpass.dgl.graph(graph)"
+        ) from error
+    if comm.rank == 0 and not are_threads(comm) and not torch.equal(drawn, torch.get_rng_state()):
+        warnings.warn(
+            "infer: the model drew random numbers in evaluation mode, as F.dropout does without "
+            "training=self.training, so its output differs from run to run",
+            stacklevel=5,
+        )
 
 
 def _outputs(model: nn.Module, graph: ShardedGraph, args: tuple[Any, ...], journal: Journal) -> Any:
