@@ -37,6 +37,7 @@ from shardpass.backends.identity import (
     ROOM_BYTES,
     Header,
     MessageKey,
+    combined,
     divergence,
     header_of,
     mismatch,
@@ -211,17 +212,21 @@ class BaseCommunicator(RawCommunicator):
         if op not in OPS[1:]:
             raise ValueError(f"all_reduce {label!r}: the operation is {op!r}, but known are {', '.join(OPS[1:])}")
         tensor = self._collective_input(tensor, "all_reduce", label)
-        with self._agreed("all_reduce", tensor, op=op, label=label):
+        wire, raw_op = self._staged(tensor), str(op)
+        if tensor.dtype == torch.bool:
+            wire, raw_op = wire.to(torch.uint8), {"sum": "max", "prod": "min"}.get(op, op)
+        elif tensor.dtype in _HALF:
+            wire = wire.to(torch.float32)
+        with self._agreed("all_reduce", tensor, op=op, label=label, gives=wire) as (headers, rooms):
             if tensor.numel() == 0:
                 return tensor.clone()
-            wire, raw_op = self._staged(tensor), str(op)
-            if tensor.dtype == torch.bool:
-                wire, raw_op = wire.to(torch.uint8), {"sum": "max", "prod": "min"}.get(op, op)
-            elif tensor.dtype in _HALF:
-                wire = wire.to(torch.float32)
-            wire = wire.clone() if wire.data_ptr() == tensor.data_ptr() else wire
-            for piece in wire.view(-1).split(max(1, self.max_message_bytes // wire.element_size())):
-                self._raw_reduce(piece, raw_op, self.timeout)
+            if wire.nbytes <= len(rooms[self.rank]):
+                every = self._gathered(wire, [header.shape for header in headers], rooms, headers[self.rank])
+                wire = combined(every, raw_op)
+            else:
+                wire = wire.clone() if wire.data_ptr() == tensor.data_ptr() else wire
+                for piece in wire.view(-1).split(max(1, self.max_message_bytes // wire.element_size())):
+                    self._raw_reduce(piece, raw_op, self.timeout)
             return wire.to(device=tensor.device, dtype=tensor.dtype)
 
     def all_gather(self, tensor: Tensor, label: str = "") -> list[Tensor]:

@@ -7,9 +7,10 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from shardpass.errors import DivergenceError, InternalError
 
@@ -33,7 +34,8 @@ ON_DEVICE = -1
 KINDS = (
     "exchange", "all_reduce", "all_gather", "broadcast", "all_to_all", "all_gather_object", "barrier", "duplicate",
 )  # fmt: skip
-OPS = ("", "sum", "max", "min", "prod")
+_COMBINE: dict[str, Any] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "prod": torch.mul}
+OPS = ("", *_COMBINE)
 DTYPES: tuple[torch.dtype | None, ...] = (
     None, torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
     torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
@@ -200,3 +202,11 @@ def _ranks(ranks: Sequence[int]) -> str:
         return f"rank {ranks[0]} is"
     shown = ", ".join(str(rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
     return f"ranks {shown} are"
+
+
+def combined(tensors: Sequence[Tensor], op: str) -> Tensor:
+    """The sum of tensors of one shape, or what else `op` says, combined in their order: the same bits on every rank."""
+    result = tensors[0].clone()
+    for tensor in tensors[1:]:
+        _COMBINE[op](result, tensor, out=result)
+    return result

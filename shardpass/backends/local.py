@@ -28,7 +28,7 @@ class LocalCommunicator(BaseCommunicator):
     ) -> Iterator[tuple[list[Header], list[bytes]]]:  # fmt: skip
         self._check_open()
         self.collectives += 1  # nobody else could be in another call, or be waited for
-        yield [header_of(kind, self.collectives, tensor, op, root, label)], []
+        yield [header_of(kind, self.collectives, tensor, op, root, label)], [b""]
 
     def _gathered(self, mine: Tensor, shapes: list[tuple[int, ...]], rooms: list[bytes], own: Header) -> list[Tensor]:
         return [mine.clone()]

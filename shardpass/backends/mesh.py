@@ -105,12 +105,11 @@ class Peer:
         self._socket.close()
 
 
-def connect_mesh(gather: Gather, rank: int, size: int, limit: float, host_timeout: float) -> dict[int, Peer]:
+def connect_mesh(gather: Gather, rank: int, size: int, limit: float) -> dict[int, socket.socket]:
     """Collective. The connections of this rank, by the rank at the other end, made within `limit` seconds.
 
     Args:
         gather: collective: the JSON-representable objects of all ranks, in rank order.
-        host_timeout: see `Peer`.
 
     Raises:
         CommunicationError: some ranks could not be reached.
@@ -140,7 +139,7 @@ def connect_mesh(gather: Gather, rank: int, size: int, limit: float, host_timeou
             f"rank {rank}: ranks could not connect with each other within {limit:.0f} s: {words}. Check the firewall, "
             f"or set GLOO_SOCKET_IFNAME to the network interface that reaches the others"
         )
-    return {peer: Peer(connection, host_timeout) for peer, connection in found.items() if connection is not None}
+    return {peer: connection for peer, connection in found.items() if connection is not None}
 
 
 class _Door:

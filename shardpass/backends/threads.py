@@ -13,19 +13,18 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from time import monotonic
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from shardpass.backends.base import BaseCommunicator
 from shardpass.backends.failure import Failure, TransportTimeoutError
-from shardpass.backends.identity import MessageKey
+from shardpass.backends.identity import MessageKey, combined
 from shardpass.backends.turn import Turn, random_states
 from shardpass.errors import CommunicationError, DivergenceError, PeerFailure
 
 _LOOK_SECONDS = 0.5  # how often a blocked rank looks why
-_COMBINE: dict[str, Any] = {"sum": torch.add, "prod": torch.mul, "max": torch.maximum, "min": torch.minimum}
 T = TypeVar("T")
 _Place = tuple[int, int, MessageKey]  # source, destination, and what the message is matched by
 
@@ -216,7 +215,7 @@ class ThreadCommunicator(BaseCommunicator):
         return self._meet(block, list, timeout)
 
     def _raw_reduce(self, tensor: Tensor, op: str, timeout: float) -> None:
-        tensor.copy_(self._meet(tensor, lambda tensors: _reduce(tensors, op), timeout))
+        tensor.copy_(self._meet(tensor, lambda tensors: combined(tensors, op), timeout))
 
     def _raw_broadcast(self, flat: Tensor, root: int, timeout: float) -> None:
         value = self._meet(flat, lambda tensors: tensors[root].clone(), timeout)
@@ -258,10 +257,3 @@ def _first(boxes: dict[_Place, deque[T]], place: _Place) -> T | None:
     if not boxes[place]:
         del boxes[place]
     return first
-
-
-def _reduce(tensors: list[Tensor], op: str) -> Tensor:
-    result = tensors[0].clone()
-    for tensor in tensors[1:]:
-        _COMBINE[op](result, tensor, out=result)
-    return result

@@ -1,7 +1,7 @@
 """Ranks of a torch.distributed process group, over connections of their own.
 
-Whatever backend the given group has, what ranks agree about, the headers of messages and tensors in CPU memory travel
-over a gloo group that is made here over the same ranks. Gloo makes progress by itself and keeps tags apart.
+Whatever backend the given group has, messages and tensors in CPU memory travel over a gloo group that is made here over
+the same ranks. Gloo makes progress by itself and keeps tags apart. What all ranks agree about goes by `Blocks`.
 
 [Note: between devices] If every rank has a GPU of its own, tensors on GPUs travel over a group of NCCL that is made
 here too, from device to device. NCCL knows no tags and works in the order of its calls, so each header says which
@@ -23,9 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from shardpass.backends.blocks import LONGEST, Blocks
 from shardpass.backends.failure import Failure, TransportLostError, TransportTimeoutError
 from shardpass.backends.hosts import chosen_interface, machine
-from shardpass.backends.identity import MessageKey, SlotTable, SlotUse
+from shardpass.backends.identity import MessageKey, SlotTable, SlotUse, combined
+from shardpass.backends.mesh import connect_mesh
 from shardpass.backends.primitives import DEFAULT_TIMEOUT, Pending
 from shardpass.backends.watch import DEFAULT_HOST_TIMEOUT, WatchedCommunicator
 from shardpass.errors import CommunicationError
@@ -66,6 +68,10 @@ class _Move:
 def _transport_errors() -> Iterator[None]:
     try:
         yield
+    except TimeoutError:
+        raise TransportTimeoutError from None
+    except OSError as error:
+        raise TransportLostError(str(error)) from None
     except RuntimeError as error:
         text = gloo_words(error)
         if "timed out" in text.lower():
@@ -126,6 +132,7 @@ class TorchCommunicator(WatchedCommunicator):
         super().__init__(job.rank, len(job.members), device, Failure(), path)
         self._job, self.processes = job, tuple(job.members)
         self._group = job.new_group(path)
+        self._blocks: Blocks | None = None  # `None` until there are connections for them
         self._direct: Any = None
         self._slots = SlotTable()
 
@@ -159,10 +166,17 @@ class TorchCommunicator(WatchedCommunicator):
             raise cannot_connect(error, rank, len(members)) from error
         comm.timeout = timeout
         comm.watch_over(connect_timeout, host_timeout)
+        comm._connect_blocks()
         direct = direct or comm._direct_backend()
         if direct is not None and comm.size > 1:
             comm._connect_devices(direct)
         return comm
+
+    def _connect_blocks(self) -> None:
+        """Collective: from now on blocks travel over connections of their own."""
+        if self.size > 1:
+            connections = connect_mesh(self.all_gather_object, self.rank, self.size, self._job.connect_timeout)
+            self._blocks = Blocks(connections, self.rank)
 
     def _direct_backend(self) -> str | None:
         """Collective: ``"nccl"`` if every rank has a GPU of its own, as NCCL demands."""
@@ -206,6 +220,9 @@ class TorchCommunicator(WatchedCommunicator):
             return [_Move(work, operations) for work in dist.batch_isend_irecv(operations)]
 
     def _raw_gather(self, block: bytes, timeout: float) -> list[bytes]:
+        if self._blocks is not None:
+            with _transport_errors():
+                return self._blocks.gather(block, timeout)
         mine = torch.frombuffer(bytearray(block), dtype=torch.uint8)
         blocks = list(torch.zeros(self.size, len(block), dtype=torch.uint8).unbind())
         options = distributed_c10d.AllgatherOptions()
@@ -213,9 +230,25 @@ class TorchCommunicator(WatchedCommunicator):
         return [bytes(row.numpy().tobytes()) for row in blocks]
 
     def _raw_reduce(self, tensor: Tensor, op: str, timeout: float) -> None:
+        share = -(-tensor.numel() // self.size)
+        if self._blocks is not None and tensor.device.type == "cpu" and share * tensor.element_size() <= LONGEST:
+            self._reduce_by_blocks(self._blocks, tensor, share, op, timeout)
+            return
         options = dist.AllreduceOptions()
         options.reduceOp = getattr(dist.ReduceOp, {"prod": "PRODUCT"}.get(op, op.upper()))
         self._run(options, timeout, lambda: self._group_of(tensor).allreduce([tensor], options))
+
+    def _reduce_by_blocks(self, blocks: Blocks, tensor: Tensor, share: int, op: str, timeout: float) -> None:
+        """Each rank combines a share of the numbers, and gives it to all."""
+        shares = [tensor[rank * share : (rank + 1) * share] for rank in range(self.size)]
+        mine = shares[self.rank]
+        sends = [one.numpy().tobytes() for one in shares]
+        with _transport_errors():
+            found = blocks.swap(sends, [mine.nbytes] * self.size, timeout)
+            if mine.numel():
+                mine.copy_(combined([torch.frombuffer(bytearray(one), dtype=mine.dtype) for one in found], op))
+            found = blocks.swap([mine.numpy().tobytes()] * self.size, [one.nbytes for one in shares], timeout)
+        tensor.copy_(torch.frombuffer(bytearray(b"".join(found)), dtype=tensor.dtype))
 
     def _raw_broadcast(self, flat: Tensor, root: int, timeout: float) -> None:
         options = dist.BroadcastOptions()
@@ -233,21 +266,29 @@ class TorchCommunicator(WatchedCommunicator):
     def _raw_duplicate(self, path: str) -> TorchCommunicator:
         twin = type(self)(self._job, self.device, path)
         twin.attend(self.watch)
+        twin._connect_blocks()
         return twin
 
     # ---- failure
 
     def break_connections(self) -> None:
-        """Close all connections of the group, so that every wait on it ends with an error, here and at the peers.
+        """Close all connections, so that every wait on them ends with an error, here and at the peers.
 
-        A receive that times out does that. It is the only way that another thread can take.
+        Those of gloo are closed by a receive that times out. It is the only way that another thread can take.
         """
+        if self._blocks is not None:
+            self._blocks.close()
         for tag in _BREAK_TAGS:
             with contextlib.suppress(RuntimeError):
                 buffer = torch.zeros(1, dtype=torch.uint8)
                 self._group.recv([buffer], (self.rank + 1) % self.size, tag).wait(timedelta(milliseconds=1))
         if self._direct is not None and self.device.type == "cuda":
             self._direct.abort()
+
+    def close(self) -> None:
+        super().close()
+        if self._blocks is not None:
+            self._blocks.close()
 
     def _end_job(self) -> None:
         super()._end_job()

@@ -54,7 +54,9 @@ class Watch(News):
     @staticmethod
     def connect(gather: Gather, rank: int, size: int, limit: float, host_timeout: float) -> Watch:
         """Collective. A watch over the ranks, started. See `mesh.connect_mesh`."""
-        watch = Watch(connect_mesh(gather, rank, size, limit, host_timeout), rank, host_timeout)
+        connections = connect_mesh(gather, rank, size, limit)
+        peers = {other: Peer(connection, host_timeout) for other, connection in connections.items()}
+        watch = Watch(peers, rank, host_timeout)
         watch._thread.start()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(
