@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor

@@ -153,7 +153,7 @@ def test_ranks_that_cannot_reach_each_other_are_named(monkeypatch):
 
     monkeypatch.setattr(mesh, "_answer", refuse)
     with pytest.raises(CommunicationError, match=r"rank 1 did not reach rank 0 at port \d+ of 127.0.0.1.*firewall"):
-        spawn(lambda comm: connect_mesh(comm.all_gather_object, comm.rank, 2, 0.5, 30.0), 2)
+        spawn(lambda comm: connect_mesh(comm.all_gather_object, comm.rank, 2, 0.5), 2)
 
 
 def test_busy_threads_are_joined_together(monkeypatch):
