@@ -82,11 +82,13 @@ def _aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tens
     streamed_to = plan.comm.device if plan.options.stream_structure else None
     program = replace(program, ranks=plan.comm, streamed_to=streamed_to)
     offer = OwnOffer(plan, edges, weight)
+    agreed = None
     try:
         agreed = settle(plan.comm, label, program, edges, plan.num_own_src, offer)
     except NeedsHaloError:
         if plan.options.mode != "halo":
             raise
+    if agreed is None:
         return _mapped(aggregate_at_once(program, plan, edges, label), weight)
     for tensor in agreed.program.edge.values() if plan.comm.is_followed else ():
         plan.comm.require_rows(tensor, plan.edge_set(edges.num_edges))

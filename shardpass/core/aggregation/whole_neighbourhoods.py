@@ -8,6 +8,7 @@ agree which tensors have a row per edge, as they do for every sharded call, sinc
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardpass.core.aggregation.agreement import settle
 from shardpass.core.exchange import HaloPlan, halo_fetch
+from shardpass.core.following import Apart
 from shardpass.core.ranks import agree
 from shardpass.core.sharding import EdgeShards
 from shardpass.core.tracing import (
@@ -115,7 +117,9 @@ def aggregate_at_once(program: Program, plan: HaloPlan, edges: EdgeShards, label
     if program.aggregate is None:
         whole = out.new_zeros((edges.num_edges, *out.shape[1:]))
         return whole if found.made_up else whole.index_copy(0, found.positions, out)
-    with plan.comm.made_up_edge(found.made_up):
+    counts = found.inputs.index.numel(), found.inputs.num_dst
+    apart = Apart(program.name, tensors_in([out]), counts) if plan.comm.size > 1 else nullcontext()
+    with plan.comm.made_up_edge(found.made_up), apart:
         out = program.aggregate(out, found.inputs)
     if not isinstance(out, Tensor):  # which may hold rows of edges, and these are in another order here
         raise NeedsMessagesError(f"{program.name}: the node function returns a {type(out).__name__}")

@@ -3,6 +3,7 @@
 It knows tensors and operations. Which tensors hold rows of what, it is told.
 """
 
+from shardpass.core.following.apart import Apart
 from shardpass.core.following.draws import ForwardDraws, draws
 from shardpass.core.following.follow import FollowRows, unfollowed_anywhere
 from shardpass.core.following.functions import FollowFunctions
@@ -20,6 +21,7 @@ from shardpass.core.following.user_line import is_called_by, user_line
 from shardpass.core.following.writes import writes_in_place
 
 __all__ = [
+    "Apart",
     "Around",
     "FollowFunctions",
     "FollowRows",
