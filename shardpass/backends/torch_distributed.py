@@ -1,7 +1,7 @@
 """Ranks of a torch.distributed process group, over connections of their own.
 
-Whatever backend the given group has, tensors in CPU memory travel over a gloo group that is made here over the same
-ranks. Gloo makes progress by itself and keeps tags apart. What is short, such as headers, goes by `ShortMessages`.
+Whatever backend the given group has, messages and tensors in CPU memory travel over a gloo group that is made here over
+the same ranks. Gloo makes progress by itself and keeps tags apart. What all ranks agree about goes by `Blocks`.
 
 [Note: between devices] If every rank has a GPU of its own, tensors on GPUs travel over a group of NCCL that is made
 here too, from device to device. NCCL knows no tags and works in the order of its calls, so each header says which
@@ -23,18 +23,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from shardpass.backends.blocks import LONGEST, Blocks
 from shardpass.backends.failure import Failure, TransportLostError, TransportTimeoutError
 from shardpass.backends.hosts import chosen_interface, machine
 from shardpass.backends.identity import MessageKey, SlotTable, SlotUse, combined
 from shardpass.backends.mesh import connect_mesh
 from shardpass.backends.primitives import DEFAULT_TIMEOUT, Pending
-from shardpass.backends.short_messages import ShortMessages
 from shardpass.backends.watch import DEFAULT_HOST_TIMEOUT, WatchedCommunicator
 from shardpass.errors import CommunicationError
 
 _BREAK_TAGS = range(1, 5)
-_SHORT, _SHORT_SHARE = 1 << 14, 1 << 15
-"""Bytes up to which a message, and what a rank adds up of a sum, do not go by gloo."""
 
 
 class _Transfer:
@@ -51,26 +49,6 @@ class _Transfer:
         with _transport_errors():
             self._work.wait(timedelta(seconds=max(timeout, 0.001)))
         self._slots.release(self._place)
-
-
-class _Sent:
-    """A message that is on its way."""
-
-    def wait(self, timeout: float) -> None:
-        """See `Pending.wait`."""
-
-
-class _ToTake:
-    """A short message that is expected."""
-
-    def __init__(self, messages: ShortMessages, flat: Tensor, source: int, key: MessageKey) -> None:
-        self._messages, self._flat, self._source, self._key = messages, flat, source, key
-
-    def wait(self, timeout: float) -> None:
-        """See `Pending.wait`."""
-        with _transport_errors():
-            message = self._messages.take(self._source, self._key, timeout)
-        self._flat.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
 
 
 class _Move:
@@ -154,7 +132,7 @@ class TorchCommunicator(WatchedCommunicator):
         super().__init__(job.rank, len(job.members), device, Failure(), path)
         self._job, self.processes = job, tuple(job.members)
         self._group = job.new_group(path)
-        self._short: ShortMessages | None = None  # `None` until there are connections for them
+        self._blocks: Blocks | None = None  # `None` until there are connections for them
         self._direct: Any = None
         self._slots = SlotTable()
 
@@ -188,17 +166,17 @@ class TorchCommunicator(WatchedCommunicator):
             raise cannot_connect(error, rank, len(members)) from error
         comm.timeout = timeout
         comm.watch_over(connect_timeout, host_timeout)
-        comm._connect_short()
+        comm._connect_blocks()
         direct = direct or comm._direct_backend()
         if direct is not None and comm.size > 1:
             comm._connect_devices(direct)
         return comm
 
-    def _connect_short(self) -> None:
-        """Collective: from now on short messages travel over connections of their own."""
+    def _connect_blocks(self) -> None:
+        """Collective: from now on blocks travel over connections of their own."""
         if self.size > 1:
             connections = connect_mesh(self.all_gather_object, self.rank, self.size, self._job.connect_timeout)
-            self._short = ShortMessages(connections, self.rank)
+            self._blocks = Blocks(connections, self.rank)
 
     def _direct_backend(self) -> str | None:
         """Collective: ``"nccl"`` if every rank has a GPU of its own, as NCCL demands."""
@@ -225,18 +203,12 @@ class TorchCommunicator(WatchedCommunicator):
 
     # ---- raw primitives
 
-    def _raw_send(self, flat: Tensor, to: int, key: MessageKey) -> Pending:
-        if self._short is not None and flat.numel() <= _SHORT:
-            with _transport_errors():
-                self._short.send(flat.numpy().tobytes(), to, key, self.timeout)
-            return _Sent()
+    def _raw_send(self, flat: Tensor, to: int, key: MessageKey) -> _Transfer:
         place = self._slots.take(to, True, key)
         with _transport_errors():
             return _Transfer(self._group.send([flat], to, place.slot), flat, self._slots, place)
 
-    def _raw_receive(self, flat: Tensor, source: int, key: MessageKey) -> Pending:
-        if self._short is not None and flat.numel() <= _SHORT:
-            return _ToTake(self._short, flat, source, key)
+    def _raw_receive(self, flat: Tensor, source: int, key: MessageKey) -> _Transfer:
         place = self._slots.take(source, False, key)
         with _transport_errors():
             return _Transfer(self._group.recv([flat], source, place.slot), flat, self._slots, place)
@@ -248,9 +220,9 @@ class TorchCommunicator(WatchedCommunicator):
             return [_Move(work, operations) for work in dist.batch_isend_irecv(operations)]
 
     def _raw_gather(self, block: bytes, timeout: float) -> list[bytes]:
-        if self._short is not None:
+        if self._blocks is not None:
             with _transport_errors():
-                return self._short.swap([block] * self.size, timeout)
+                return self._blocks.swap([block] * self.size, [len(block)] * self.size, timeout)
         mine = torch.frombuffer(bytearray(block), dtype=torch.uint8)
         blocks = list(torch.zeros(self.size, len(block), dtype=torch.uint8).unbind())
         options = distributed_c10d.AllgatherOptions()
@@ -259,22 +231,23 @@ class TorchCommunicator(WatchedCommunicator):
 
     def _raw_reduce(self, tensor: Tensor, op: str, timeout: float) -> None:
         share = -(-tensor.numel() // self.size)
-        if self._short is not None and tensor.device.type == "cpu" and share * tensor.element_size() <= _SHORT_SHARE:
-            self._reduce_short(self._short, tensor, share, op, timeout)
+        if self._blocks is not None and tensor.device.type == "cpu" and share * tensor.element_size() <= LONGEST:
+            self._reduce_by_blocks(self._blocks, tensor, share, op, timeout)
             return
         options = dist.AllreduceOptions()
         options.reduceOp = getattr(dist.ReduceOp, {"prod": "PRODUCT"}.get(op, op.upper()))
         self._run(options, timeout, lambda: self._group_of(tensor).allreduce([tensor], options))
 
-    def _reduce_short(self, short: ShortMessages, tensor: Tensor, share: int, op: str, timeout: float) -> None:
+    def _reduce_by_blocks(self, blocks: Blocks, tensor: Tensor, share: int, op: str, timeout: float) -> None:
         """Each rank combines a share of the numbers, and gives it to all."""
         shares = [tensor[rank * share : (rank + 1) * share] for rank in range(self.size)]
         mine = shares[self.rank]
         with _transport_errors():
-            found = short.swap([one.numpy().tobytes() for one in shares], timeout)
-            if mine.numel():
-                mine.copy_(combined([torch.frombuffer(bytearray(one), dtype=mine.dtype) for one in found], op))
-            found = short.swap([mine.numpy().tobytes()] * self.size, timeout)
+            found = blocks.swap([one.numpy().tobytes() for one in shares], [mine.nbytes] * self.size, timeout)
+        if mine.numel():
+            mine.copy_(combined([torch.frombuffer(bytearray(one), dtype=mine.dtype) for one in found], op))
+        with _transport_errors():
+            found = blocks.swap([mine.numpy().tobytes()] * self.size, [one.nbytes for one in shares], timeout)
         tensor.copy_(torch.frombuffer(bytearray(b"".join(found)), dtype=tensor.dtype))
 
     def _raw_broadcast(self, flat: Tensor, root: int, timeout: float) -> None:
@@ -293,7 +266,8 @@ class TorchCommunicator(WatchedCommunicator):
     def _raw_duplicate(self, path: str) -> TorchCommunicator:
         twin = type(self)(self._job, self.device, path)
         twin.attend(self.watch)
-        twin._connect_short()
+        twin.timeout, twin.calls = self.timeout, self.calls
+        twin._connect_blocks()
         return twin
 
     # ---- failure
@@ -303,8 +277,8 @@ class TorchCommunicator(WatchedCommunicator):
 
         Those of gloo are closed by a receive that times out. It is the only way that another thread can take.
         """
-        if self._short is not None:
-            self._short.end()
+        if self._blocks is not None:
+            self._blocks.end()
         for tag in _BREAK_TAGS:
             with contextlib.suppress(RuntimeError):
                 buffer = torch.zeros(1, dtype=torch.uint8)
@@ -314,8 +288,8 @@ class TorchCommunicator(WatchedCommunicator):
 
     def close(self) -> None:
         super().close()
-        if self._short is not None:
-            self._short.close()
+        if self._blocks is not None:
+            self._blocks.close()
 
     def _end_job(self) -> None:
         super()._end_job()

@@ -1,11 +1,14 @@
 """Ranks of a torch.distributed process group, with gloo."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from shardpass.backends import connect
 from shardpass.backends.torch_distributed import TorchCommunicator
+from shardpass.errors import CommunicationError
 from shardpass.testing import run
 
 from . import contract
@@ -35,8 +38,21 @@ def on_a_group_of_the_user(comm):
     return total.item()
 
 
+def after_a_rank_gave_up(comm):
+    """It has waited too long for a sum, and goes on: what it sends then is no part of the sum."""
+    twin, numbers = comm.duplicate("late").inner, torch.ones(512)
+    twin.timeout = 0.5 if comm.rank == 0 else 20.0
+    for call in range(2):
+        if comm.rank and not call:
+            time.sleep(2)
+        with pytest.raises(CommunicationError):
+            twin.all_reduce(numbers)
+
+
 def everything(comm):
     names = contract.run_all(comm)
+    if comm.size > 1:
+        after_a_rank_gave_up(comm)
     return len(names), on_a_group_of_the_user(comm) if comm.size == 3 else None
 
 

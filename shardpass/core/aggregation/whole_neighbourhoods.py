@@ -18,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 
 from shardpass.core.aggregation.agreement import settle
 from shardpass.core.exchange import HaloPlan, halo_fetch
-from shardpass.core.following import Apart
 from shardpass.core.ranks import agree
 from shardpass.core.sharding import EdgeShards
 from shardpass.core.tracing import (
@@ -29,6 +28,7 @@ from shardpass.core.tracing import (
     Inputs,
     NeedsMessagesError,
     Program,
+    rows_apart,
     tensors_in,
 )
 from shardpass.errors import NeedsHaloError, RefusedError
@@ -117,8 +117,7 @@ def aggregate_at_once(program: Program, plan: HaloPlan, edges: EdgeShards, label
     if program.aggregate is None:
         whole = out.new_zeros((edges.num_edges, *out.shape[1:]))
         return whole if found.made_up else whole.index_copy(0, found.positions, out)
-    counts = found.inputs.index.numel(), found.inputs.num_dst
-    apart = Apart(program.name, tensors_in([out]), counts) if plan.comm.size > 1 else nullcontext()
+    apart = rows_apart(program.name, out, found.inputs) if plan.comm.size > 1 else nullcontext()
     with plan.comm.made_up_edge(found.made_up), apart:
         out = program.aggregate(out, found.inputs)
     if not isinstance(out, Tensor):  # which may hold rows of edges, and these are in another order here

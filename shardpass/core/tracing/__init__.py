@@ -22,7 +22,7 @@ from shardpass.core.tracing.linear_maps import EndSide, LinearMap
 from shardpass.core.tracing.probing import conditions, probe, sample_inputs, structure_of
 from shardpass.core.tracing.program import Inputs, Key, NeedsMessagesError, Program, Side, Sides
 from shardpass.core.tracing.reducers import REDUCERS, Base, Extremum, State, accumulator_dtype, expand_index, rescale
-from shardpass.core.tracing.rowwise import check_row_wise
+from shardpass.core.tracing.rowwise import check_row_wise, rows_apart
 from shardpass.core.tracing.scores import AdditiveScore, DotScore, MixedScore, Score
 from shardpass.core.tracing.structure import KERNEL_FORMS, Attention, Messages, Reduction, Structure
 
@@ -69,6 +69,7 @@ __all__ = [
     "expand_index",
     "probe",
     "rescale",
+    "rows_apart",
     "sample_inputs",
     "structure_of",
     "tensors_in",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardpass.core.following import FollowFunctions, FollowRows, first_refusal, function_of_user, user_line
+from shardpass.core.following import Apart, FollowFunctions, FollowRows, first_refusal, function_of_user, user_line
 from shardpass.core.ranks import RowSet, get_random_state, set_random_state
 from shardpass.core.sharding import to_device
 from shardpass.core.tracing.edge_trace import EdgeTrace, tensors_in
@@ -130,6 +130,12 @@ def check_row_wise(program: Program, structure: Structure, num_dst: int) -> None
         ) from None
     finally:
         set_random_state(state)
+
+
+def rows_apart(name: str, messages: Any, inputs: Inputs) -> AbstractContextManager[Any]:
+    """A block for the node function of the program `name` on all `messages` of a rank. What puts them together is
+    refused."""
+    return Apart(name, tensors_in([messages]), (inputs.index.numel(), inputs.num_dst))
 
 
 def _check_result(program: Program, follower: FollowRows, result: Any) -> None:
