@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from shardpass.core.following.user_line import is_asked_by, user_line
 from shardpass.core.ranks import torch_private
@@ -31,7 +30,7 @@ class Apart(TorchFunctionMode):
     def __init__(self, name: str, messages: Iterable[Tensor], counts: tuple[int, int]) -> None:
         super().__init__()
         self._name, self._counts = name, [(count,) for count in counts]
-        self._made: Any = WeakIdKeyDictionary()  # of messages
+        self._made: Any = torch_private.WeakTensorKeyDictionary()  # of messages
         self._made.update(dict.fromkeys(messages, True))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
