@@ -6,7 +6,7 @@
 A table has, for 4, 8 and 16 parts by METIS: the edges cut, the rows of the halo, and the rows with partial sums. METIS
 cuts few edges (the package's way), or sends few rows ("volume": METIS_OBJTYPE_VOL of METIS 5.1).
 The second command writes a planted graph of `benchmarks.scale`, cuts it into ranges, and has each rank load its part
-and find its covers. It prints CPU seconds and the highest resident memory of a rank after each of the two.
+and find its covers. It prints CPU seconds, and the highest resident memory of a rank after loading and after each call.
 """
 
 from __future__ import annotations

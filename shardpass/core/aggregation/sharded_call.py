@@ -88,7 +88,7 @@ def _aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tens
     except NeedsHaloError:
         if plan.options.mode != "halo":
             raise
-    if agreed is None:
+    if agreed is None:  # not in the handler: a refusal there would be told as "needs the mode halo"
         return _mapped(aggregate_at_once(program, plan, edges, label), weight)
     for tensor in agreed.program.edge.values() if plan.comm.is_followed else ():
         plan.comm.require_rows(tensor, plan.edge_set(edges.num_edges))

@@ -1,4 +1,8 @@
-"""Node functions that are given whole neighbourhoods: each is apart from the others, which other ranks may have."""
+"""Node functions on whole neighbourhoods, of which a rank has some: averages over all of them are refused.
+
+A median or an LSTM over neighbours sorts all edges at once, so not every function that puts rows together is wrong.
+Refused are those by whose name they are averages of a kind. A product of matrices, or a maximum, is not seen.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ _PUT_TOGETHER = frozenset(
 
 
 class Apart(TorchFunctionMode):
-    """Refuses what puts the rows of all edges, or of all nodes, together in a node function: there are a rank's own.
+    """Refuses averages over the rows of all edges, or of all nodes: a rank has its own ones only.
 
     Args:
         name: of the program.
@@ -39,9 +43,8 @@ class Apart(TorchFunctionMode):
             return func(*args, **kwargs)
         first = args[0] if args else kwargs.get("input")
         is_of_rows = isinstance(first, Tensor) and first in self._made and first.shape[:1] in self._counts
-        if is_of_rows and name in _PUT_TOGETHER and _is_over_rows(name, first, args, kwargs):
-            if is_asked_by("shardpass"):  # a norm over all ranks
-                return func(*args, **kwargs)
+        puts_together = is_of_rows and name in _PUT_TOGETHER and _is_over_rows(name, first, args, kwargs)
+        if puts_together and not is_asked_by("shardpass"):  # whose norms are over all ranks
             raise RefusedError(
                 f"{self._name}: {user_line()}: `{name}` in aggregate() puts rows of this rank together, and other "
                 f"ranks have the rest. Compute it outside of the layer, where it is taken over all ranks"

@@ -133,8 +133,7 @@ def check_row_wise(program: Program, structure: Structure, num_dst: int) -> None
 
 
 def rows_apart(name: str, messages: Any, inputs: Inputs) -> AbstractContextManager[Any]:
-    """A block for the node function of the program `name` on all `messages` of a rank. What puts them together is
-    refused."""
+    """A block for the node function of a program, given all `messages` of a rank, that may not put them together."""
     return Apart(name, tensors_in([messages]), (inputs.index.numel(), inputs.num_dst))
 
 
